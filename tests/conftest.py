@@ -1,0 +1,28 @@
+"""Every test sees 8 virtual CPU devices and a compilation cache that survives between runs."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before jax is imported anywhere: the device count is read once, at start-up.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    ).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Directory with real data (HH-RLHF, GSM8K); tests that need it skip where it is absent."""
+    path = Path(os.environ.get("FUSE_JAX_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not path.is_dir():
+        pytest.skip(f"no real data at {path}: set FUSE_JAX_TEST_DATA to a directory that has it")
+    return path
