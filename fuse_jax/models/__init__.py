@@ -1,0 +1,1 @@
+"""Transformers as pure functions over stacked parameters, their heads, and HF conversion."""
