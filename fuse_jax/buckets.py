@@ -19,7 +19,7 @@ class Bucket:
 
 
 def automatic_lengths(longest: int, *, shortest: int = 16) -> tuple[int, ...]:
-    """Powers of two from `shortest`, closed by `longest` itself (a multiple of 8 where it is not)."""
+    """Powers of two from `shortest`, closed by `longest` (rounded up to a multiple of 8)."""
     lengths, length = [], shortest
     while length < longest:
         lengths.append(length)
