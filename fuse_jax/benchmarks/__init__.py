@@ -1,0 +1,1 @@
+"""What `launch/benchmark.py` runs; every benchmark prints JSON lines."""
