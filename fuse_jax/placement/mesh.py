@@ -1,0 +1,75 @@
+"""The device mesh of a run: data x fsdp x tensor. One device is a 1x1x1 mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import AxisType, Mesh
+
+from fuse_jax.config import MeshConfig
+
+Device = Any  # jax.Device, which type checkers take for a variable
+AXES = ("data", "fsdp", "tensor")
+ROW_Device = Any  # jax.Device, which type checkers take for a variable
+AXES = ("data", "fsdp")  # a batch's rows are cut over both
+
+
+def mesh_sizes(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
+    """Sizes of (data, fsdp, tensor) on `num_devices` devices; one of them may be -1: what is left.
+
+    Raises ValueError naming the `mesh.*` key if they cannot be laid over the devices.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ValueError(f"mesh.{axis}={size} must be at least 1, or -1 for what is left")
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        keys = " and ".join(f"mesh.{axis}" for axis in free)
+        raise ValueError(f"{keys} are both -1: only one axis can take what is left")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if num_devices % fixed:
+        product = " * ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != -1)
+        raise ValueError(
+            f"{product} = {fixed} does not divide the {num_devices} devices: choose sizes whose "
+            f"product is a divisor of {num_devices}"
+        )
+    if free:
+        sizes[free[0]] = num_devices // fixed
+    return sizes["data"], sizes["fsdp"], sizes["tensor"]
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
+    """Mesh with axes `data`, `fsdp`, `tensor` over `devices` (default: all of the run's).
+
+    If every size is given and their product is a proper divisor of the device count, the first
+    devices are used and the idle ones are logged. Raises ValueError as `mesh_sizes` does.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    shape = mesh_sizes(config, len(devices))
+    used = math.prod(shape)
+    if used < len(devices):
+        logging.warning(
+            "mesh %s uses %d of %d devices: the others stay idle (mesh.data=-1 takes them all)",
+            "x".join(map(str, shape)),
+            used,
+            len(devices),
+        )
+    # Auto, not make_mesh's default Explicit: there, a gather over a sharded axis is an error.
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:used])
+
+
+def single_device_mesh(device: Device | None = None) -> Mesh:
+    """The 1x1x1 mesh on `device` (default: the first)."""
+    device = jax.devices()[0] if device is None else device
+    return Mesh(np.array([[[device]]]), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Over how many shards a batch's rows are cut: data * fsdp. Row counts must be multiples."""
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
