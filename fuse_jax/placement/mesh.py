@@ -15,8 +15,7 @@ from fuse_jax.config import MeshConfig
 
 Device = Any  # jax.Device, which type checkers take for a variable
 AXES = ("data", "fsdp", "tensor")
-ROW_Device = Any  # jax.Device, which type checkers take for a variable
-AXES = ("data", "fsdp")  # a batch's rows are cut over both
+ROW_AXES = ("data", "fsdp")  # a batch's rows are cut over both
 
 
 def mesh_sizes(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
