@@ -1,8 +1,8 @@
 """Every setting of a run, as frozen dataclasses with defaults that work.
 
-`configs/*.py` and the command line give an `ml_collections.ConfigDict`; `fuse_jax.config_check`
-turns it into these and refuses what cannot run, naming the key and the fix. Lengths are in tokens,
-times in seconds.
+`configs/*.py` and the command line give an `ml_collections.ConfigDict`; `config_read` turns it
+into these, and `training.config_check` refuses what cannot run, naming the key and the fix.
+Lengths are in tokens, times in seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class DataConfig:
     preferences: str = ""
     eval_preferences: str = ""
     demonstrations: str = ""
-    system_prompt: str = ""
     limit: int = 0  # first n records of each file; 0 = all
 
 

@@ -1,0 +1,78 @@
+"""Everything a resumed run needs, saved as one: asynchronous, atomic, the newest few kept.
+
+A save holds `arrays` (a pytree of device arrays: parameters, optimiser states, counters, running
+moments) and `host` (JSON: data cursor, iteration, controller, history). Orbax writes to a temporary
+directory and renames it, so a process killed during a save leaves the previous one usable.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be read; the message names it and what to do."""
+
+
+class Checkpoints:
+    """Numbered saves under `directory`, the newest `keep` of them."""
+
+    def __init__(self, directory: Path, *, keep: int) -> None:
+        self.directory = Path(directory).absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=True, cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def latest(self) -> int | None:
+        """Number of the newest finished save, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, arrays: Any, host: dict[str, Any]) -> None:
+        """Start saving; device arrays are copied before this returns, so they may be donated."""
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host)
+            ),
+        )
+
+    def restore(self, like: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
+        """The save `step` (newest if None), laid out as the arrays (or structs) `like` are."""
+        step = self.latest() if step is None else step
+        if step is None:
+            raise CheckpointError(f"{self.directory}: no finished checkpoint here")
+        abstract = jax.tree.map(_abstract, like)
+        try:
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
+                ),
+            )
+        except (ValueError, KeyError, FileNotFoundError) as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(
+                f"{self.directory}/{step}: does not fit this run ({reason}); it was written with "
+                "another model, optimiser or version: use a new --workdir"
+            ) from error
+        return step, restored["arrays"], restored["host"]
+
+    def wait(self) -> None:
+        """Block until every started save is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finish what was started and let go of the directory."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _abstract(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

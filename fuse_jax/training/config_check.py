@@ -1,0 +1,242 @@
+"""What must hold between the settings of a run, refused before anything loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fuse_jax.buckets import automatic_lengths
+from fuse_jax.config import STAGES, Config
+from fuse_jax.config_read import ConfigError
+from fuse_jax.placement.mesh import mesh_sizes
+from fuse_jax.placement.sharding import check_divisible
+
+
+def check_config(config: Config, *, device_count: int) -> None:
+    """Refuse, before anything loads, what cannot run on `device_count` devices."""
+    for check in (_stages, _ranges, _sampling, _kl, _files, _lengths):
+        check(config)
+    check_mesh(config, device_count)
+
+
+def _refuse(key: str, value: Any, problem: str) -> NoReturn:
+    raise ConfigError(f"{key}={value!r}: {problem}")
+
+
+def _stages(config: Config) -> None:
+    stages = config.stages
+    unknown = [stage for stage in stages if stage not in STAGES]
+    if unknown or not stages or list(stages) != [s for s in STAGES if s in stages]:
+        _refuse("stages", ",".join(stages), f"give one or more of {','.join(STAGES)}, in order")
+    if "sft" not in stages and not config.actor.path:
+        _refuse("stages", ",".join(stages), "without sft, actor.path must name an HF directory")
+    if "ppo" not in stages:
+        return
+    no_reward_model = "reward_model" not in stages and not config.reward_model.path
+    if no_reward_model and config.reward.source == "model":
+        _refuse(
+            "stages",
+            ",".join(stages),
+            "without reward_model, reward_model.path must name an HF directory, or "
+            "reward.source=function with reward.function",
+        )
+    if no_reward_model and not config.critic.path and config.critic.init == "reward_model":
+        _refuse("critic.init", config.critic.init, "there is no reward model: use 'actor'")
+    if config.reward.source == "function" and not config.reward.function:
+        _refuse("reward.function", "", "name it as package.module:name or path/to/file.py:name")
+
+
+_AT_LEAST: dict[str, float] = {
+    "rollout.slots": 1,
+    "rollout.max_prompt_length": 1,
+    "rollout.max_new_tokens": 1,
+    "rollout.chunk": 1,
+    "rollout.prefill_rows": 1,
+    "rollout.cache_block": 1,
+    "rollout.top_k": 0,
+    "compute.micro_batch_tokens": 1,
+    "compute.scoring_tokens": 1,
+    "compute.log_prob_chunk": 0,
+    "reward.workers": 1,
+    "reward.clip": 0,
+    "ppo.iterations": 1,
+    "ppo.prompts_per_iteration": 1,
+    "ppo.minibatches": 1,
+    "ppo.epochs": 1,
+    "ppo.critic_warmup": 0,
+    "ppo.entropy_coef": 0,
+    "ppo.max_skipped_updates": 0,
+    "ppo.kl.coef": 0,
+    "ppo.kl.horizon": 1,
+    "ppo.kl.stop_above": 0,
+    "sft.steps": 1,
+    "sft.rows": 1,
+    "sft.row_length": 2,
+    "reward_training.steps": 1,
+    "reward_training.rows": 1,
+    "reward_training.row_length": 2,
+    "reward_training.max_pairs": 1,
+    "reward_training.score_l2": 0,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
+    "evaluation.every": 0,
+    "evaluation.prompts": 1,
+    "evaluation.samples_per_prompt": 1,
+    "evaluation.samples_shown": 0,
+    "data.limit": 0,
+}
+_ABOVE_ZERO = (
+    "reward.timeout",
+    "ppo.clip_eps",
+    "ppo.clip_eps_high",
+    "ppo.value_clip_eps",
+    "ppo.target_kl",
+    "ppo.kl.target",
+)
+_OPTIMIZERS = (
+    "ppo.actor_optimizer",
+    "ppo.critic_optimizer",
+    "sft.optimizer",
+    "reward_training.optimizer",
+)
+
+
+def setting(config: Config, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _ranges(config: Config) -> None:
+    for key, least in _AT_LEAST.items():
+        value = setting(config, key)
+        if value < least:
+            _refuse(key, value, f"must be at least {least:g}")
+    for key in _ABOVE_ZERO:
+        value = setting(config, key)
+        if value is not None and value <= 0:
+            _refuse(key, value, "must be above 0")
+    for name in _OPTIMIZERS:
+        for entry in ("learning_rate", "weight_decay", "max_grad_norm", "eps", "warmup_steps"):
+            value = setting(config, f"{name}.{entry}")
+            if value < 0:
+                _refuse(f"{name}.{entry}", value, "must not be negative")
+        for entry in ("b1", "b2"):
+            value = setting(config, f"{name}.{entry}")
+            if not 0 <= value < 1:
+                _refuse(f"{name}.{entry}", value, "must be in [0, 1)")
+    for key in ("ppo.gamma", "ppo.gae_lambda"):
+        if not 0 <= setting(config, key) <= 1:
+            _refuse(key, setting(config, key), "must be in [0, 1]")
+    if config.ppo.dual_clip is not None and config.ppo.dual_clip <= 1:
+        _refuse("ppo.dual_clip", config.ppo.dual_clip, "must be above 1 (arXiv 1912.09729)")
+    count, parts = config.ppo.prompts_per_iteration, config.ppo.minibatches
+    if count % parts:
+        _refuse(
+            "ppo.minibatches",
+            parts,
+            f"does not divide ppo.prompts_per_iteration={count}: use a divisor of {count}",
+        )
+
+
+def _sampling(config: Config) -> None:
+    rollout = config.rollout
+    if not 0 < rollout.top_p <= 1:
+        _refuse("rollout.top_p", rollout.top_p, "must be in (0, 1]; 1 is off")
+    if rollout.temperature < 0:
+        _refuse("rollout.temperature", rollout.temperature, "must not be negative")
+    if "ppo" not in config.stages:
+        return
+    if rollout.temperature == 0:
+        _refuse("rollout.temperature", 0.0, "PPO samples: use a temperature above 0")
+    cut = rollout.top_k > 0 or rollout.top_p < 1
+    if cut and not config.ppo.recompute_log_probs:
+        _refuse(
+            "ppo.recompute_log_probs",
+            False,
+            "top-k or top-p sampling draws from a cut distribution that the trainer does not see: "
+            "set it to True (old log-probs from the trainer's forward), or switch top_k, top_p off",
+        )
+
+
+def _kl(config: Config) -> None:
+    kl = config.ppo.kl
+    if kl.placement == "loss" and kl.estimator not in ("k2", "k3"):
+        why = (
+            "the gradient of k1 in the loss is zero in expectation"
+            if kl.estimator == "k1"
+            else "the full KL needs the reference model inside the update"
+        )
+        _refuse("ppo.kl.estimator", kl.estimator, f"{why}: use k2 or k3, or kl.placement=reward")
+
+
+def _files(config: Config) -> None:
+    keys = ["actor.path", "reference.path", "reward_model.path", "critic.path", "tokenizer"]
+    for key in keys:
+        value = setting(config, key)
+        if value and not Path(value).is_dir():
+            _refuse(key, value, "no such directory: give a local Hugging Face model directory")
+    if config.data.task != "files":
+        return
+    needed = {"sft": "demonstrations", "reward_model": "preferences", "ppo": "prompts"}
+    for stage in config.stages:
+        if not getattr(config.data, needed[stage]):
+            _refuse(f"data.{needed[stage]}", "", f"stage {stage} reads it: name a file or glob")
+    if not config.tokenizer and not config.actor.path:
+        _refuse("tokenizer", "", "data.task=files needs a tokenizer: give its HF directory")
+    if "ppo" in config.stages and not config.data.eval_prompts:
+        _refuse("data.eval_prompts", "", "held-out evaluation reads it: name a file or glob")
+
+
+def longest_sequence(config: Config) -> int:
+    """Prompt and response together at their caps, in tokens."""
+    return config.rollout.max_prompt_length + config.rollout.max_new_tokens
+
+
+def sequence_lengths(config: Config) -> tuple[int, ...]:
+    """Bucket lengths of scoring and training, given or automatic."""
+    return config.compute.sequence_buckets or automatic_lengths(longest_sequence(config))
+
+
+def _lengths(config: Config) -> None:
+    longest, lengths = longest_sequence(config), sequence_lengths(config)
+    if max(lengths) < longest:
+        _refuse(
+            "compute.sequence_buckets",
+            ",".join(map(str, lengths)),
+            f"the longest is below max_prompt_length + max_new_tokens = {longest}: add {longest}",
+        )
+    prompts = config.rollout.prompt_buckets
+    if prompts and max(prompts) < config.rollout.max_prompt_length:
+        _refuse(
+            "rollout.prompt_buckets",
+            ",".join(map(str, prompts)),
+            f"the longest is below rollout.max_prompt_length={config.rollout.max_prompt_length}",
+        )
+
+
+def check_mesh(config: Config, device_count: int) -> None:
+    """The mesh must fit the devices and the heads, and every batch divide over its shards."""
+    try:
+        data, fsdp, _ = mesh_sizes(config.mesh, device_count)
+        check_divisible(config.model, config.mesh)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    shards = data * fsdp
+    batches = {
+        "rollout.slots": config.rollout.slots,
+        "rollout.prefill_rows": config.rollout.prefill_rows,
+    }
+    if "sft" in config.stages:
+        batches["sft.rows"] = config.sft.rows
+    if "reward_model" in config.stages:
+        batches["reward_training.rows"] = config.reward_training.rows
+    for key, size in batches.items():
+        if size % shards:
+            _refuse(
+                key,
+                size,
+                f"does not divide over mesh.data x mesh.fsdp = {shards} shards: use a multiple",
+            )
