@@ -48,8 +48,8 @@ class Task:
 
 @dataclass
 class Verdict:
-    """What the judge found. `faults` holds (kind, text, key of the offending task or None); the rest
-    is filled when times exist.
+    """What the judge found. `faults` holds (kind, text, key of the offending task or None); the
+    rest is filled when times exist.
 
     Kinds: task (missing, twice, unknown or on the wrong device), order (micro-batches of a class
     out of turn), deadlock, memory, times (those written are not the earliest ones).
@@ -216,14 +216,14 @@ def check_tasks(problem, tasks, orders, verdict):
 def check_turns(tasks, orders, verdict):
     """Micro-batches of a (model, chunk, kind) run in index order on a device."""
     for row in orders:
-        turn = {}
+        latest = {}
         for key in row:
             task = tasks[key]
             cls = (task.model, task.chunk, task.kind)
-            if task.micro_batch != turn.get(cls, 0):
-                text = f"{task} runs where micro-batch {turn.get(cls, 0)} is due"
+            if task.micro_batch < latest.get(cls, -1):
+                text = f"{task} runs after micro-batch {latest[cls]} of its stage and kind"
                 verdict.faults.append(("order", text, key))
-            turn[cls] = task.micro_batch + 1
+            latest[cls] = task.micro_batch
 
 
 def run(problem, tasks, orders, verdict):
