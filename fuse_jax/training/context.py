@@ -1,0 +1,149 @@
+"""What every stage of a run shares: settings, devices, data, models' shapes, and where to write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from fuse_jax.config import Config
+from fuse_jax.config_read import ConfigError
+from fuse_jax.models.architecture import Architecture
+from fuse_jax.models.hf import read_architecture
+from fuse_jax.placement.mesh import make_mesh
+from fuse_jax.placement.sharding import check_divisible
+from fuse_jax.training.checkpoint import Checkpoints
+from fuse_jax.training.metrics import RunLog
+from fuse_jax.training.task import Task, build_task
+
+Role = Literal["actor", "reference", "critic", "reward_model"]
+# Settings that a resumed run may change: none of them changes a number that is computed.
+MAY_CHANGE = (
+    "checkpoint.every",
+    "checkpoint.keep",
+    "compute.precompile",
+    "evaluation.samples_shown",
+    "reward.workers",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has started. `archs` holds the architecture of each role."""
+
+    config: Config
+    workdir: Path
+    mesh: Mesh
+    task: Task
+    archs: dict[Role, Architecture]
+    log: RunLog
+    resume: bool
+    say: Callable[[str], None]
+
+    @property
+    def dtype(self) -> Any:
+        """What the models compute in; parameters stay float32."""
+        return jnp.dtype(self.config.compute.dtype)
+
+    def checkpoints(self, stage: str, *, keep: int | None = None) -> Checkpoints:
+        """The saves of one stage."""
+        keep = keep or self.config.checkpoint.keep
+        return Checkpoints(self.workdir / "checkpoints" / stage, keep=keep)
+
+    def key(self, purpose: int) -> jax.Array:
+        """A random key of the run's seed; each use has a `purpose` number of its own."""
+        return jax.random.fold_in(jax.random.key(self.config.seed), purpose)
+
+
+# Purposes of random keys.
+INIT_ACTOR, INIT_HEAD, SAMPLE, SAMPLE_EVAL, SAMPLE_REFERENCE = range(5)
+
+
+def open_run(config: Config, workdir: Path, *, resume: bool, say: Callable[[str], None]) -> Run:
+    """Read the data and the architectures, and claim (or resume) the work directory.
+
+    Raises:
+      ConfigError: an architecture does not fit the mesh or the vocabulary, the directory holds
+        another run, or `resume` changes a setting that decides numbers.
+    """
+    archs = architectures(config)
+    for role, arch in archs.items():
+        try:
+            check_divisible(arch, config.mesh)
+        except ValueError as error:
+            raise ConfigError(f"{role}: {error}") from error
+    claim(config, workdir, resume=resume)
+    task = build_task(config, say)
+    for role, arch in archs.items():
+        if arch.vocab_size < task.vocabulary.vocab_size:
+            raise ConfigError(
+                f"{_source(config, role)}: its vocabulary of {arch.vocab_size} is smaller than the "
+                f"tokenizer's {task.vocabulary.vocab_size}: use the model's own tokenizer, or "
+                "raise model.vocab_size"
+            )
+    mesh = make_mesh(config.mesh)
+    return Run(config, workdir, mesh, task, archs, RunLog(workdir), resume, say)
+
+
+def architectures(config: Config) -> dict[Role, Architecture]:
+    """Of each role: read from its HF directory, else that of the model it starts from."""
+    actor = _read(config.actor.path) or config.model
+    reward_model = _read(config.reward_model.path) or actor
+    critic_source = reward_model if config.critic.init == "reward_model" else actor
+    scalar = {"tie_embeddings": False}  # a scalar head is never the embedding
+    return {
+        "actor": actor,
+        "reference": _read(config.reference.path) or actor,
+        "reward_model": replace(reward_model, **scalar),
+        "critic": replace(_read(config.critic.path) or critic_source, **scalar),
+    }
+
+
+def _read(path: str) -> Architecture | None:
+    return read_architecture(Path(path)) if path else None
+
+
+def _source(config: Config, role: Role) -> str:
+    path = getattr(config, role).path
+    return f"{role}.path={path!r}" if path else "model"
+
+
+def claim(config: Config, workdir: Path, *, resume: bool) -> None:
+    """Refuse to write over another run, and on resume settings that would change its numbers."""
+    path = workdir / "config.json"
+    settings = flatten(asdict(config))
+    if path.exists():
+        if not resume:
+            raise ConfigError(
+                f"--workdir={workdir}: holds a run already: add --resume to go on with it, or name "
+                "another directory"
+            )
+        before = json.loads(path.read_text())
+        for key in sorted(before.keys() | settings.keys()):
+            old, new = before.get(key), settings.get(key)
+            if old != new and key not in MAY_CHANGE:
+                raise ConfigError(
+                    f"{key}={new!r}: the run in {workdir} has {old!r}; resume with that, or start "
+                    "in another --workdir"
+                )
+    workdir.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(settings, indent=1) + "\n")
+    partial.replace(path)
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted keys with JSON values."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return flat

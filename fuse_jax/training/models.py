@@ -1,0 +1,87 @@
+"""Where each model of a run comes from: an HF directory, another model, or random numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fuse_jax.models import transformer
+from fuse_jax.models.hf import load_params
+from fuse_jax.models.transformer import Params
+from fuse_jax.placement.sharding import parameter_specs
+from fuse_jax.training.context import INIT_ACTOR, Role, Run
+
+HEADS = {"actor": "lm", "reference": "lm", "critic": "scalar", "reward_model": "scalar"}
+
+
+def shapes(run: Run, role: Role) -> Any:
+    """Shapes and dtypes of the parameters of `role`."""
+    arch, head = run.archs[role], HEADS[role]
+    return jax.eval_shape(lambda: transformer.init(arch, jax.random.key(0), head=head))  # type: ignore[arg-type]
+
+
+def shardings(run: Run, role: Role) -> Any:
+    """Where they lie."""
+    return parameter_specs(run.archs[role], shapes(run, role), run.mesh)
+
+
+def load(run: Run, role: Role, path: str) -> Params:
+    """Parameters of `role` from an HF directory, float32, straight into their shardings."""
+    head: Any = HEADS[role]
+    return load_params(Path(path), run.archs[role], shardings(run, role), head=head)
+
+
+def initial_actor(run: Run) -> Params:
+    """The actor before any training here."""
+    if run.config.actor.path:
+        return load(run, "actor", run.config.actor.path)
+    arch = run.archs["actor"]
+    init = jax.jit(lambda key: transformer.init(arch, key), out_shardings=shardings(run, "actor"))
+    return init(run.key(INIT_ACTOR))
+
+
+def initial_reference(run: Run, actor: Params) -> Params:
+    """The frozen reference: its own directory, or a copy of the actor before PPO."""
+    path = run.config.reference.path
+    return load(run, "reference", path) if path else copy(actor)
+
+
+def initial_reward_model(run: Run, actor: Params) -> Params:
+    """The reward model before its training: its own directory, or the actor's trunk, scoring 0."""
+    path = run.config.reward_model.path
+    return load(run, "reward_model", path) if path else with_scalar_head(run, actor)
+
+
+def initial_critic(
+    run: Run, actor: Params, reward_model: Params | None, mean: float, deviation: float
+) -> Params:
+    """The critic: its own directory, the reward model in units of treated scores, or the actor.
+
+    A reward model taken as critic has its head rescaled to (score - mean) / deviation, so that it
+    starts by predicting what PPO is given.
+    """
+    config = run.config.critic
+    if config.path:
+        return load(run, "critic", config.path)
+    if config.init == "actor" or reward_model is None:
+        return with_scalar_head(run, actor)
+    critic = copy(reward_model)
+    critic["head"] = {
+        "kernel": critic["head"]["kernel"] / deviation,
+        "bias": (critic["head"]["bias"] - mean) / deviation,
+    }
+    return critic
+
+
+def with_scalar_head(run: Run, trunk: Params) -> Params:
+    """A copy of `trunk` whose head gives 0 everywhere."""
+    params = copy({name: leaf for name, leaf in trunk.items() if name != "head"})
+    return {**params, "head": transformer.scalar_head(run.archs["actor"])}
+
+
+def copy(params: Params) -> Params:
+    """The same numbers in buffers of their own: a donated model must not take another with it."""
+    return jax.tree.map(jnp.copy, params)

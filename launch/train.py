@@ -1,0 +1,32 @@
+"""Train: supervised warm start, reward model, PPO. See configs/ for recipes.
+
+python launch/train.py --config configs/quickstart.py --workdir runs/quickstart
+"""
+
+from pathlib import Path
+
+from absl import app, flags
+from ml_collections import config_flags
+
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Recipe; change a setting with --config.key=value.", lock_config=True
+)
+WORKDIR = flags.DEFINE_string("workdir", None, "Directory for checkpoints, logs and the report.")
+RESUME = flags.DEFINE_bool("resume", False, "Go on with the run in --workdir.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"not understood: {argv[1:]}")
+    from fuse_jax.training.run import (
+        report_text,
+        train,
+    )  # after --help and bad flags are dealt with
+
+    report = train(CONFIG.value, Path(WORKDIR.value), resume=RESUME.value)
+    print(report_text(report))
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main)
