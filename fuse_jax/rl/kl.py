@@ -37,7 +37,7 @@ def kl_estimate(
     (unbiased when the tokens were sampled from `log_probs`' own distribution). The value is what
     belongs in a reward or a log; k1 is the usual one in a reward, k3 can be huge for a rare token.
     For a gradient read `kl_loss` first. In k3, d is held at -MAX_LOG_RATIO from below, in both of
-    its terms: value and gradient stay finite, and the gradient there is 0 and not of the wrong sign.
+    its terms: value and gradient stay finite, and the gradient there is 0, not of the wrong sign.
 
     Source: J. Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html
 

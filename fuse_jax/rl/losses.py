@@ -123,7 +123,7 @@ def value_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """Half the squared error of the critic, or the worse of its free and clipped predictions'.
 
-        v_clip = old_values + clip(values - old_values, -value_clip_eps, value_clip_eps)
+        v_clip = clip(values, old_values - value_clip_eps, old_values + value_clip_eps)
         loss   = sum(weights * max((values - returns)^2, (v_clip - returns)^2)) / 2
 
     Source: OpenAI baselines' PPO2; see Engstrom et al. 2020, arXiv 2005.12729.
@@ -156,8 +156,9 @@ def value_loss(
     free = jnp.square(values - returns)
     error = free
     if value_clip_eps is not None:
-        step = jnp.clip(values - old_values, -value_clip_eps, value_clip_eps)
-        error = jnp.maximum(free, jnp.square(old_values + step - returns))
+        # Clipping the value itself, and not its step, leaves an unclipped one exactly as it is.
+        held = jnp.clip(values, old_values - value_clip_eps, old_values + value_clip_eps)
+        error = jnp.maximum(free, jnp.square(held - returns))
     metrics = {
         "value_clip_fraction": jnp.sum(weights * (error > free)),
         "value_error_sq": jnp.sum(weights * free),
@@ -205,7 +206,7 @@ def kl_loss(
         k2: E[grad k2] = E[d grad log p] = grad KL(p || q)              the wanted gradient
         k3: E[grad k3] = E[(1 - q/p) grad log p] = grad KL(q || p)      the other direction
 
-    k3's agrees with the wanted one only while p is close to q, and q/p can be huge for a rare token.
+    k3 agrees with the wanted one only while p is close to q, and q/p can be huge for rare tokens.
     All three hold on-policy; after the first update step of an iteration they are biased, as no
     importance ratio is applied. The abs kind is refused too: its gradient is that of the total
     variation distance. The exact KL is `weighted_sum(full_kl(logits, ref_logits), weights)`.
