@@ -24,7 +24,7 @@ class Trace:
         pid, tid = self._group_id(group), self._row_id(group, row)
         self._events.append(
             {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": _us(start)}
-            | {"dur": _us(end) - _us(start), "args": args}
+            | {"dur": round(_us(end) - _us(start), 3), "args": args}
         )
 
     def counter(self, group: str, name: str, time: float, values: Mapping[str, float]) -> None:

@@ -1,0 +1,291 @@
+"""Gantt charts of schedules, with the memory curve under them.
+
+Hue tells the model (actor blue, critic orange), lightness the kind (F light, B middle, W dark);
+what is left pale is bubble. One PolyCollection a colour, so that 10,000 tasks draw in a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Affine2D, IdentityTransform
+
+from fuse_jax.fusion.intra_stage.memory import memory_curves
+from fuse_jax.fusion.intra_stage.problem import KINDS, MODELS, TICKS_PER_MS
+from fuse_jax.fusion.intra_stage.schedule import Schedule
+
+INK, MUTED, RULE, BUBBLE = "#1b1f24", "#667080", "#d5dae1", "#f4f5f7"
+COLORS = {
+    ("actor", "F"): "#a9d0f7",
+    ("actor", "B"): "#2f7bd0",
+    ("actor", "W"): "#133e73",
+    ("critic", "F"): "#fcd79b",
+    ("critic", "B"): "#ec7f22",
+    ("critic", "W"): "#93400c",
+}
+BAR_HEIGHT = 0.84
+WIDTH, DPI = 20.0, 160  # inches, and dots an inch: 32 devices x 64 micro-batches still resolve
+_LEFT, _RIGHT = 0.72, 0.28  # inches beside the axes
+
+
+def plot_schedule(
+    schedule: Schedule,
+    path: str | Path,
+    *,
+    serial: Schedule | None = None,
+    bound: float | None = None,
+    cost_model: str = "ideal",
+) -> None:
+    """Write a PNG: one row a device, time to the right in ms, and memory over time below.
+
+    Args:
+      schedule: the schedule to draw.
+      path: the PNG's path.
+      serial: the serial schedule of the same two models. Its rows are drawn above, to the same
+        scale, and its peak memory is marked, so that the gain shows.
+      bound: no schedule is faster than this many ms; marked by a dashed line.
+      cost_model: the transport whose times are drawn.
+    """
+    charts = [chart for chart in (serial, schedule) if chart is not None]
+    rows = schedule.problem.devices
+    row = float(np.clip(6.4 / rows, 0.2, 0.42)) * (0.8 if serial else 1.0)
+    heights = [row * rows] * len(charts) + [1.75]
+    figure, axes = _stack(heights, header=0.78)
+    # One tick where nothing takes time: an axis needs some length.
+    longest = max(1, *(chart.timing(cost_model).makespan for chart in charts)) / TICKS_PER_MS
+    for chart, axis in zip(charts, axes):
+        draw_gantt(axis, chart, longest, cost_model)
+        axis.set_title(_caption(chart, chart is serial, cost_model), **_CAPTION)
+    if bound is not None:
+        axes[-2].axvline(bound, color=INK, lw=1.1, ls=(0, (4, 2)), zorder=4)
+    draw_memory(axes[-1], schedule, cost_model, serial)
+    axes[-1].set_xlim(0, longest)
+    for axis in axes:
+        axis.tick_params(labelbottom=axis is axes[-1])
+    axes[-1].xaxis.set_major_formatter("{x:,.10g}")
+    axes[-1].set_xlabel("time (ms)", color=MUTED)
+    _header(figure, schedule, charts, cost_model, bound)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+_CAPTION = {"loc": "left", "fontsize": 9.5, "color": MUTED, "pad": 4}
+
+
+def draw_gantt(axis: Axes, schedule: Schedule, until: float, cost_model: str = "ideal") -> None:
+    """Draw the rows of all devices on `axis`, device 0 at the top, time from 0 to `until` (ms)."""
+    graph, timing = schedule.graph, schedule.timing(cost_model)
+    start, end = timing.start / TICKS_PER_MS, timing.end / TICKS_PER_MS
+    devices = schedule.problem.devices
+    axis.set_xlim(0, until)
+    axis.set_ylim(devices - 0.5, -0.5)
+    span = timing.makespan / TICKS_PER_MS
+    floor = [_box(0, span, device, BAR_HEIGHT) for device in range(devices)]
+    _fill(axis, floor, BUBBLE, zorder=1)
+    for (model, kind), color in COLORS.items():
+        picked = np.flatnonzero(
+            (graph.model == MODELS.index(model)) & (graph.kind == KINDS.index(kind))
+        )
+        boxes = _boxes(start[picked], end[picked], graph.device[picked])
+        _fill(axis, boxes, color, zorder=2, edge="white")
+    _number_bars(axis, schedule, start, end)
+    _mark_chunks(axis, schedule, start, end)
+    _style(axis)
+    axis.set_yticks(range(devices))
+    axis.set_ylabel("device", color=MUTED)
+
+
+def _mark_chunks(axis: Axes, schedule: Schedule, start: np.ndarray, end: np.ndarray) -> None:
+    """A dark line along the foot of a bar for each chunk before its own (virtual stages)."""
+    graph = schedule.graph
+    for line in range(int(graph.chunk.max(initial=0))):
+        picked = np.flatnonzero(graph.chunk > line)
+        boxes = _boxes(start[picked], end[picked], graph.device[picked])
+        foot = boxes[:, 2:, 1].copy() - 0.13 * line * BAR_HEIGHT
+        boxes[:, :2, 1], boxes[:, 2:, 1] = foot - 0.07 * BAR_HEIGHT, foot
+        _fill(axis, boxes, INK, zorder=2.5)
+
+
+def draw_memory(
+    axis: Axes, schedule: Schedule, cost_model: str = "ideal", serial: Schedule | None = None
+) -> None:
+    """Memory over time of the device with the highest peak, by model; the others as hairlines."""
+    device = int(schedule.peaks().argmax())
+    span = schedule.timing(cost_model).makespan / TICKS_PER_MS
+    curves = [memory_curves(schedule, d, cost_model) for d in range(schedule.problem.devices)]
+    for time, held in curves:
+        axis.step([*time, span], [*held.sum(0), 0], where="post", color=MUTED, lw=0.4, alpha=0.35)
+    time, held = curves[device]
+    time = np.append(time, span)
+    held = np.append(held, held[:, -1:], axis=1)
+    actor, both = held[0], held.sum(0)
+    paint = {"step": "post", "lw": 0, "zorder": 2}
+    axis.fill_between(time, actor, color=COLORS["actor", "B"], alpha=0.85, **paint)
+    axis.fill_between(time, actor, both, color=COLORS["critic", "B"], alpha=0.85, **paint)
+    axis.step(time, both, where="post", color=INK, lw=0.9, zorder=3)
+    top = schedule.peak_memory
+    top = max(top, _mark_levels(axis, schedule, serial))
+    axis.set_ylim(0, (top or 1.0) * 1.12)
+    axis.set_title(
+        f"activation memory of device {device} (the highest peak: {top_text(schedule)}), by model; "
+        "hairlines: the other devices",
+        **_CAPTION,
+    )
+    axis.set_ylabel("memory", color=MUTED)
+    _style(axis)
+    axis.grid(axis="y", color=RULE, lw=0.5)
+
+
+def top_text(schedule: Schedule) -> str:
+    """Peak memory as text."""
+    return f"{schedule.peak_memory:.4g}"
+
+
+def _mark_levels(axis: Axes, schedule: Schedule, serial: Schedule | None) -> float:
+    """Dashed lines at the cap and at the serial schedule's peak; the higher of them."""
+    levels = []
+    if serial is not None:
+        levels.append((serial.peak_memory, "serial peak", MUTED))
+    if schedule.problem.memory_cap is not None:
+        levels.append((schedule.problem.memory_cap, "cap", "#c0262d"))
+    for level, name, color in levels:
+        axis.axhline(level, color=color, lw=1.1, ls=(0, (4, 2)), zorder=4)
+        axis.annotate(
+            f"{name} {level:.4g}", (1, level), (-4, 2), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha="right", va="bottom", fontsize=8.5, color=color,
+        )  # fmt: skip
+    return max((level for level, _, _ in levels), default=0.0)
+
+
+def _number_bars(axis: Axes, schedule: Schedule, start: np.ndarray, end: np.ndarray) -> None:
+    """Write the micro-batch's number in the bars, a whole kind of task or none of it.
+
+    The font is the largest that fits most bars of the kind; a kind too narrow for it has none.
+    """
+    graph = schedule.graph
+    left, right = axis.get_xlim()
+    width = (end - start) * axis.bbox.width * 72 / DPI / (right - left)  # points
+    bar = BAR_HEIGHT * axis.bbox.height * 72 / DPI / schedule.problem.devices
+    largest = min(8.0, 0.62 * bar)
+    for model, kind in COLORS:
+        own = (graph.model == MODELS.index(model)) & (graph.kind == KINDS.index(kind))
+        own &= width > 0
+        if not own.any():
+            continue
+        digits = len(str(int(graph.micro_batch[own].max())))
+        size = min(largest, (np.quantile(width[own], 0.2) - 1.5) / (_DIGIT_WIDTH * digits))
+        if size >= _SMALLEST_FONT:
+            _number(axis, schedule, own & (width > size * _DIGIT_WIDTH * digits), start, end, size)
+
+
+_DIGIT_WIDTH, _SMALLEST_FONT = 0.64, 4.6  # of the font size; points
+
+
+def _number(axis: Axes, schedule: Schedule, own, start, end, size: float) -> None:
+    """Numbers in the middle of the chosen bars [n] bool, one collection a number."""
+    graph = schedule.graph
+    for micro_batch in np.unique(graph.micro_batch[own]):
+        chosen = np.flatnonzero(own & (graph.micro_batch == micro_batch))
+        label = TextPath((0, 0), str(micro_batch), size=size)
+        extents = label.get_extents()
+        middle = Affine2D().translate(
+            -extents.x0 - extents.width / 2, -extents.y0 - extents.height / 2
+        )
+        where = np.stack([(start + end)[chosen] / 2, graph.device[chosen]], axis=1)
+        numbers = PathCollection([label.transformed(middle)], sizes=[1.0], offsets=where)
+        numbers.set(transform=IdentityTransform(), offset_transform=axis.transData, zorder=3)
+        numbers.set(facecolor="white" if graph.kind[chosen[0]] else INK, edgecolor="none")
+        axis.add_collection(numbers)
+
+
+def _stack(heights: Sequence[float], header: float) -> tuple[Figure, list[Axes]]:
+    """A figure with axes of these heights (inches) one above the other."""
+    gap, foot = 0.34, 0.5
+    total = header + sum(heights) + gap * (len(heights) - 1) + foot
+    figure = Figure(figsize=(WIDTH, total), dpi=DPI, facecolor="white")
+    axes, top = [], total - header
+    for height in heights:
+        top -= height
+        frame = (_LEFT / WIDTH, top / total, (WIDTH - _LEFT - _RIGHT) / WIDTH, height / total)
+        axes.append(figure.add_axes(frame))
+        top -= gap
+    return figure, axes
+
+
+def _caption(chart: Schedule, is_serial: bool, cost_model: str) -> str:
+    name = "serial" if is_serial else "fused"
+    return (
+        f"{name}: {chart.makespan(cost_model):,.6g} ms, bubble {1 - _busy(chart, cost_model):.1%}, "
+        f"peak memory {top_text(chart)}"
+    )
+
+
+def _busy(schedule: Schedule, cost_model: str) -> float:
+    total = schedule.timing(cost_model).makespan * schedule.problem.devices
+    return float(schedule.graph.duration.sum() / total) if total else 1.0
+
+
+def _header(
+    figure: Figure,
+    schedule: Schedule,
+    charts: Sequence[Schedule],
+    cost_model: str,
+    bound: float | None,
+) -> None:
+    """Title at the left, legend at the right."""
+    height = figure.get_figheight()
+    title = schedule.problem.name or "actor and critic, fused"
+    y = 1 - 0.26 / height
+    figure.text(_LEFT / WIDTH, y, title, fontsize=14, color=INK, weight="bold", va="center")
+    present = {
+        (MODELS[model], KINDS[kind])
+        for model, kind in zip(schedule.graph.model.tolist(), schedule.graph.kind.tolist())
+    }
+    patches = [
+        Patch(facecolor=color, label=f"{model} {kind}")
+        for (model, kind), color in COLORS.items()
+        if (model, kind) in present
+    ]
+    patches.append(Patch(facecolor=BUBBLE, edgecolor=RULE, label="bubble"))
+    if schedule.problem.has_chunks:
+        patches.append(Patch(facecolor=INK, label="foot line: later chunk"))
+    figure.legend(
+        handles=patches, ncols=len(patches), loc="center right", frameon=False, fontsize=10,
+        bbox_to_anchor=(1 - _RIGHT / WIDTH + 0.004, y), labelcolor=INK, handlelength=1.2,
+        handleheight=1.0, columnspacing=1.3, handletextpad=0.45,
+    )  # fmt: skip
+
+
+def _fill(axis: Axes, boxes: Any, color: str, zorder: float, edge: str = "none") -> None:
+    """Draw many boxes [n, 4, 2] in one colour."""
+    style = {"facecolors": color, "edgecolors": edge, "linewidths": 0.35}
+    axis.add_collection(PolyCollection(boxes, zorder=zorder, **style))
+
+
+def _boxes(start: np.ndarray, end: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """Corners of bars, float64 [n, 4, 2]."""
+    low, high = row - BAR_HEIGHT / 2, row + BAR_HEIGHT / 2
+    x = np.stack([start, end, end, start], axis=1)
+    y = np.stack([low, low, high, high], axis=1)
+    return np.stack([x, y], axis=2)
+
+
+def _box(start: float, end: float, row: int, height: float) -> list[tuple[float, float]]:
+    low, high = row - height / 2, row + height / 2
+    return [(start, low), (end, low), (end, high), (start, high)]
+
+
+def _style(axis: Axes) -> None:
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color(RULE)
+    axis.tick_params(length=0, labelsize=8.5, colors=MUTED)
+    axis.set_axisbelow(True)
