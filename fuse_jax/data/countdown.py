@@ -24,7 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 from fuse_jax.data.order import permutation
-from fuse_jax.data.records import DataError, Demonstration, Preference, Prompt, token_array
+from fuse_jax.data.records import (
+    DataError,
+    Demonstration,
+    Preference,
+    Prompt,
+    TokenIds,
+    token_array,
+)
 
 PAD, STOP = 0, 1
 _FIRST_NUMBER = 2
@@ -102,7 +109,7 @@ class Countdown:
             *(_FIRST_NUMBER + number for number in given),
         ]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: TokenIds) -> str:
         """Readable text: prompt `-7 >=3 31`, answer `24 17 10 3`; the stop token is not shown."""
         words = []
         for token in map(int, tokens):
@@ -140,36 +147,35 @@ class Countdown:
         """Prompts no stage is trained on; the same ones for every seed."""
         return list(_prompts(self)[1])
 
-    def problem_of(self, prompt: Sequence[int]) -> Problem:
+    def problem_of(self, prompt: TokenIds) -> Problem:
         """The problem a prompt's tokens state."""
-        step, floor, *numbers = (int(token) - _FIRST_NUMBER for token in prompt)
-        problem = Problem(
-            numbers[0] if numbers else -1,
-            step - 2 * self.top + self.min_step,
-            floor - self.top,
-            len(numbers) - 1,
-        )
-        if not numbers or self.prompt_tokens(problem) != [int(token) for token in prompt]:
-            raise DataError(f"not a countdown prompt: {list(prompt)}")
-        return problem
+        ids = [int(token) for token in prompt]
+        if len(ids) >= 3:
+            step, floor, start = (token - _FIRST_NUMBER for token in ids[:3])
+            step, floor = step - 2 * self.top + self.min_step, floor - self.top
+            problem = Problem(start, step, floor, given=len(ids) - 3)
+            known = start < self.top and self.min_step <= step <= self.max_step and floor >= 0
+            if known and problem.terms() and self.prompt_tokens(problem) == ids:
+                return problem
+        raise DataError(f"not a countdown prompt: {ids}")
 
-    def clean(self, prompt: Sequence[int]) -> list[int]:
+    def clean(self, prompt: TokenIds) -> list[int]:
         """The right answer's tokens, stop token included."""
         return self._said(self.problem_of(prompt).terms())
 
-    def gold(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
+    def gold(self, prompt: TokenIds, response: TokenIds) -> bool:
         """Whether a response (cut behind its stop token) is exactly right. Never a reward."""
         return [int(token) for token in response] == self.clean(prompt)
 
     def imperfect(
-        self, prompt: Sequence[int], rng: np.random.Generator, slip: float, early_stop: float
+        self, prompt: TokenIds, rng: np.random.Generator, slip: float, early_stop: float
     ) -> list[int]:
         """An answer where each step slips, or is the last, with these probabilities."""
         problem = self.problem_of(prompt)
         value = problem.start - problem.given * problem.step
         return self._said(self._chain(value, problem, rng, slip, early_stop))
 
-    def corrupted(self, prompt: Sequence[int], rng: np.random.Generator) -> list[int]:
+    def corrupted(self, prompt: TokenIds, rng: np.random.Generator) -> list[int]:
         """A wrong answer, never equal to the clean one.
 
         Half of them slip once and carry it on, 1/6 stop early, 1/12 leave a term out, 1/12 go on

@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 # 72 · 1,080 · $3.50 · -7 ; "16-3" holds 16 and 3, for a minus sign does not follow a digit there.
-_NUMBER = re.compile(r"((?<![\w)])-)?\$?(-?)(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?)")
+_NUMBER = re.compile(r"((?<![\w)])-)?(?:\$(-?))?(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?)")
 
 
 def last_number(text: str) -> Decimal | None:

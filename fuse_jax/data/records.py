@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
+
+# Token ids as anyone may hand them in.
+TokenIds = Sequence[int] | np.ndarray
 
 
 class DataError(ValueError):
@@ -75,7 +79,7 @@ class Filtered:
         return line
 
 
-def token_array(tokens) -> Int32[np.ndarray, "T"]:
+def token_array(tokens: TokenIds) -> Int32[np.ndarray, "T"]:
     """Token ids as a read-only int32 array (records are shared: nobody may write into one)."""
     array = np.array(tokens, dtype=np.int32)
     array.flags.writeable = False

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fuse_jax.data.records import DataError
+from fuse_jax.data.records import DataError, TokenIds
 
 
 class Vocabulary(Protocol):
@@ -33,7 +33,7 @@ class Vocabulary(Protocol):
         """Id to fill up with. It may equal a stop id, so masks are made from lengths only."""
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: TokenIds) -> str:
         """Readable text of token ids; special tokens are left out."""
         ...
 
@@ -125,7 +125,7 @@ class TextTokenizer:
         except jinja2.TemplateError as error:
             raise ChatRefused(str(error)) from error
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: TokenIds) -> str:
         """Text of the ids, special tokens left out, blanks as they are."""
         return self.hf.decode(
             [int(t) for t in tokens],
