@@ -1,0 +1,132 @@
+"""What an optimiser step reads and writes, for any number of models, and that step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax import Array
+from jax.sharding import Mesh
+
+from fuse_jax.models.architecture import Architecture
+from fuse_jax.placement.sharding import parameter_specs, replicated
+from fuse_jax.training.optimizers import Optimizer
+
+
+@struct.dataclass
+class TrainState:
+    """Per model ('actor', 'critic', 'reward_model'): float32 params, optimiser state, counts.
+
+    updates: int32, optimiser updates made. skipped: int32, updates left out because the gradient
+    was not finite. Each model counts its own.
+    """
+
+    params: dict[str, Any]
+    opt_state: dict[str, Any]
+    updates: dict[str, Array]
+    skipped: dict[str, Array]
+
+
+def create_state(
+    params: Mapping[str, Any],
+    optimizers: Mapping[str, Optimizer],
+    archs: Mapping[str, Architecture],
+    mesh: Mesh,
+) -> TrainState:
+    """A fresh state on `mesh`, sharded by the path rules of placement/sharding.py.
+
+    Everything is copied: the state is donated to each step, and a reference model that shared its
+    buffers would be overwritten or lost.
+    """
+
+    def fresh(params: dict[str, Any]) -> TrainState:
+        params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+        return TrainState(
+            params=params,
+            opt_state={n: optimizers[n].transform.init(p) for n, p in params.items()},
+            updates={n: jnp.zeros((), jnp.int32) for n in params},
+            skipped={n: jnp.zeros((), jnp.int32) for n in params},
+        )
+
+    params = dict(params)
+    shardings = state_shardings(jax.eval_shape(fresh, params), archs, mesh)
+    return jax.jit(fresh, out_shardings=shardings)(jax.device_put(params, shardings.params))
+
+
+def state_shardings(state: Any, archs: Mapping[str, Architecture], mesh: Mesh) -> Any:
+    """Tree of NamedSharding for a TrainState or its shapes: moments lie where their params do."""
+    counts: Any = dict.fromkeys(state.params, replicated(mesh))
+    return TrainState(
+        params={n: parameter_specs(archs[n], p, mesh) for n, p in state.params.items()},
+        opt_state={n: parameter_specs(archs[n], o, mesh) for n, o in state.opt_state.items()},
+        updates=counts,
+        skipped=dict(counts),
+    )
+
+
+def jit_step(
+    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]],
+    archs: Mapping[str, Architecture],
+    mesh: Mesh,
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]]:
+    """`step(state, batch)` under jit: the state donated and kept in its shardings on `mesh`."""
+    compiled: list[Any] = []
+
+    def run(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
+        if not compiled:  # the optimiser state's tree is not known before the first call
+            shardings = (state_shardings(state, archs, mesh), replicated(mesh))
+            compiled.append(jax.jit(step, donate_argnums=0, out_shardings=shardings))
+        return compiled[0](state, batch)
+
+    return run
+
+
+def apply_gradients(
+    state: TrainState, grads: Mapping[str, Any], optimizers: Mapping[str, Optimizer]
+) -> tuple[TrainState, dict[str, Array]]:
+    """One optimiser update of each model in `grads`; the others keep every bit.
+
+    A model's gradient is scaled down to its `max_grad_norm` (over the whole model, after all
+    reductions). If its norm is not finite, that model's params and optimiser state keep every bit
+    and `skipped` counts one. Metrics, float32: `<model>_grad_norm` (before the clip),
+    `<model>_learning_rate`, `<model>_skipped` (0 or 1).
+    """
+    params, opt_state = dict(state.params), dict(state.opt_state)
+    updates, skipped = dict(state.updates), dict(state.skipped)
+    metrics = {}
+    for name, gradient in grads.items():
+        optimizer = optimizers[name]
+        norm = optax.global_norm(gradient)
+        finite = jnp.isfinite(norm)
+        gradient = clip(gradient, norm, optimizer.max_grad_norm)
+        step, moments = optimizer.transform.update(gradient, opt_state[name], params[name])
+        moved = jax.tree.map(_add, params[name], step)
+        params[name] = _choose(finite, moved, params[name])
+        opt_state[name] = _choose(finite, moments, opt_state[name])
+        metrics[f"{name}_grad_norm"] = norm
+        metrics[f"{name}_learning_rate"] = optimizer.schedule(updates[name])
+        metrics[f"{name}_skipped"] = 1.0 - finite.astype(jnp.float32)
+        updates[name] = updates[name] + finite.astype(jnp.int32)
+        skipped[name] = skipped[name] + 1 - finite.astype(jnp.int32)
+    return TrainState(params, opt_state, updates, skipped), metrics
+
+
+def clip(gradient: Any, norm: Array, max_norm: float) -> Any:
+    """`gradient` scaled to `max_norm` where its `norm` is above it; 0 = never."""
+    if not max_norm:
+        return gradient
+    scale = jnp.where(norm > max_norm, max_norm / norm, 1.0)
+    return jax.tree.map(lambda g: g * scale, gradient)
+
+
+def _add(param: Array, step: Array) -> Array:
+    # Adding a step of 0 would still turn -0.0 into 0.0: with lr = 0 no bit may change.
+    return jnp.where(step == 0, param, param + step)
+
+
+def _choose(new_wanted: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(new_wanted, n, o), new, old)
