@@ -1,0 +1,269 @@
+"""PPO, iteration by iteration: roll out, score, update, evaluate, save.
+
+This is the serial path, against which every fused path is held: the same seed gives the same
+samples, experience and updates whatever runs them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from fuse_jax.data import cursor as cursors
+from fuse_jax.data.order import permutation, sample_ids
+from fuse_jax.models.transformer import Params
+from fuse_jax.rl.kl import adaptive_kl_update
+from fuse_jax.rl.moments import Moments, update_moments
+from fuse_jax.training.checkpoint import Checkpoints
+from fuse_jax.training.context import Run
+from fuse_jax.training.evaluate import evaluate
+from fuse_jax.training.experience import (
+    ScoredBatch,
+    experience_metrics,
+    make_experience,
+    shape,
+)
+from fuse_jax.training.minibatch import Experience
+from fuse_jax.training.ppo_parts import PPOParts
+from fuse_jax.training.sample_table import log_samples
+from fuse_jax.training.state import TrainState
+
+EVALUATIONS = ("eval", "greedy_eval")
+ORDER_SEED = 7  # keeps minibatch order apart from the data's own shuffle
+
+
+@dataclass
+class Progress:
+    """What is counted over a PPO run; saved with every checkpoint."""
+
+    iteration: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    generated_tokens: int = 0
+    excluded: int = 0
+    early_stops: int = 0
+    best_score: float | None = None
+    best_iteration: int = 0
+    stopped: str = ""
+
+    def spend(self, what: str, since: float) -> float:
+        """Add the seconds since `since` to `what`; returns the time now."""
+        now = time.monotonic()
+        self.seconds[what] = self.seconds.get(what, 0.0) + now - since
+        return now
+
+
+@dataclass
+class PPOState:
+    """All that changes from one iteration to the next."""
+
+    train: TrainState
+    moments: Moments
+    kl_coef: Any
+    cursor: cursors.Cursor
+    progress: Progress
+
+    def arrays(self) -> dict[str, Any]:
+        """The part of a checkpoint that is device arrays."""
+        return {
+            "train": self.train,
+            "moments": self.moments._asdict(),
+            "kl_coef": jnp.asarray(self.kl_coef, jnp.float32),
+        }
+
+    def host(self) -> dict[str, Any]:
+        """The part that is JSON."""
+        return {"cursor": self.cursor.to_dict(), "progress": asdict(self.progress)}
+
+
+def train_ppo(run: Run, parts: PPOParts, train: TrainState, moments: Moments) -> PPOState:
+    """Run (or go on with) PPO to its last iteration, or until the KL blows up.
+
+    Raises RuntimeError when more than `ppo.max_skipped_updates` updates had non-finite gradients.
+    """
+    config = run.config.ppo
+    state = PPOState(
+        train=train,
+        moments=moments,
+        kl_coef=np.float32(config.kl.coef),
+        cursor=cursors.start(run.task.prompts, run.config.seed),
+        progress=Progress(),
+    )
+    checkpoints, best = run.checkpoints("ppo"), run.checkpoints("best", keep=1)
+    if run.resume and checkpoints.latest() is not None:
+        _restore(run, state, checkpoints)
+    else:
+        run.log.drop(lambda row: row["stage"] in ("ppo", *EVALUATIONS))
+        _evaluate(run, parts, state, best)
+        checkpoints.save(0, state.arrays(), state.host())
+    with tqdm(total=config.iterations, initial=state.progress.iteration, desc="ppo") as bar:
+        while state.progress.iteration < config.iterations and not state.progress.stopped:
+            values = iterate(run, parts, state)
+            done = state.progress.iteration
+            last = done == config.iterations or bool(state.progress.stopped)
+            if last or (run.config.evaluation.every and done % run.config.evaluation.every == 0):
+                _evaluate(run, parts, state, best)
+            if last or done % run.config.checkpoint.every == 0:
+                checkpoints.save(done, state.arrays(), state.host())
+            shown = ("score", "gold", "kl", "length_mean")
+            bar.set_postfix_str(" ".join(f"{k} {values[k]:.2f}" for k in shown if k in values))
+            bar.update()
+    checkpoints.close()
+    best.close()
+    return state
+
+
+def _restore(run: Run, state: PPOState, checkpoints: Checkpoints) -> None:
+    done, arrays, host = checkpoints.restore(state.arrays())
+    state.train = arrays["train"]
+    state.moments = Moments(**arrays["moments"])
+    state.kl_coef = np.float32(arrays["kl_coef"])
+    state.cursor = cursors.resume(host["cursor"], run.task.prompts, run.config.seed)
+    state.progress = Progress(**host["progress"])
+    run.log.drop(lambda row: row["stage"] == "ppo" and row["step"] >= done)
+    run.log.drop(lambda row: row["stage"] in EVALUATIONS and row["step"] > done)
+    run.say(f"ppo: resumed after iteration {done}")
+
+
+def iterate(run: Run, parts: PPOParts, state: PPOState) -> dict[str, float]:
+    """One iteration; `state` moves on, and its metrics are logged and returned."""
+    config, progress = run.config.ppo, state.progress
+    iteration = progress.iteration
+    clock = time.monotonic()
+    started = clock
+
+    indices, state.cursor = cursors.take(state.cursor, config.prompts_per_iteration)
+    prompts = [run.task.prompts[index] for index in indices]
+    ids = sample_ids(iteration, len(prompts))
+    samples, rollout_values = parts.generate(state.train.params["actor"], prompts, ids)
+    clock = progress.spend("rollout", clock)
+
+    batch, checks = parts.score(state.train, prompts, samples, iteration)
+    clock = progress.spend("scoring", clock)
+
+    experience, values = _experience(run, state, batch)
+    updates = update(run, parts, state, experience)
+    progress.spend("update", clock)
+
+    generated = int(batch.response_lengths.sum())
+    progress.generated_tokens += generated
+    progress.excluded += int((~batch.valid).sum())
+    progress.iteration += 1
+    values |= checks | updates | rollout_values
+    values["seconds"] = time.monotonic() - started
+    if run.task.gold is not None:
+        rows = zip(prompts, samples)
+        values["gold"] = float(
+            np.mean([run.task.gold(p.tokens, s.response_tokens) for p, s in rows])
+        )
+    run.log.metrics("ppo", iteration, values)
+    shown = run.config.evaluation.samples_shown
+    log_samples(run, "ppo", iteration, samples[:shown], batch.scores)
+    _watch(run, state, values)
+    return values
+
+
+def _experience(
+    run: Run, state: PPOState, batch: ScoredBatch
+) -> tuple[Experience, dict[str, float]]:
+    config = run.config
+    if config.reward.normalise == "running":
+        state.moments = update_moments(
+            state.moments, jnp.asarray(batch.scores), jnp.asarray(batch.valid)
+        )
+    count = len(batch.scores)
+    order = np.arange(count)
+    if config.reward.control == "shuffled":
+        order = permutation(count, config.seed, ORDER_SEED + 1, state.progress.iteration)
+    shaped = shape(
+        batch,
+        None if config.reward.normalise == "none" else state.moments,
+        jnp.asarray(state.kl_coef),
+        order,
+        reward=config.reward,
+        ppo=config.ppo,
+    )
+    values = experience_metrics(batch, shaped)
+    values["kl_coef"] = float(state.kl_coef)
+    if config.ppo.kl.controller == "adaptive":
+        state.kl_coef = np.float32(
+            adaptive_kl_update(
+                state.kl_coef,
+                values["kl"],
+                target=config.ppo.kl.target,
+                horizon=config.ppo.kl.horizon,
+                n_samples=int(batch.valid.sum()),
+            )
+        )
+    return make_experience(batch, shaped), values
+
+
+def update(run: Run, parts: PPOParts, state: PPOState, experience: Experience) -> dict[str, float]:
+    """All epochs and mini-batches of one iteration; mean metrics (maxima of `..._max`)."""
+    config, iteration = run.config.ppo, state.progress.iteration
+    count = len(experience.valid)
+    warming = iteration < config.critic_warmup
+    stopped = False
+    collected: list[dict[str, Any]] = []
+    for epoch in range(config.epochs):
+        order = permutation(count, run.config.seed, ORDER_SEED, iteration, epoch)
+        for indices in order.reshape(config.minibatches, -1):
+            minibatch = parts.cut(experience, indices, float(state.kl_coef))
+            step = parts.critic_step if warming or stopped else parts.step
+            state.train, metrics = step(state.train, minibatch)
+            collected.append(metrics)
+            if config.target_kl is not None and "approx_kl" in metrics:
+                # Reading the metric waits for the device: only where an early stop is asked for.
+                stopped = stopped or not float(metrics["approx_kl"]) <= 1.5 * config.target_kl
+    state.progress.early_stops += int(stopped)
+    return {**_summary(collected), "actor_stopped_early": float(stopped)}
+
+
+def _summary(collected: list[dict[str, Any]]) -> dict[str, float]:
+    names = {name for metrics in collected for name in metrics}
+    summary = {}
+    for name in sorted(names):
+        values = [float(metrics[name]) for metrics in collected if name in metrics]
+        if name.endswith("_skipped"):
+            summary[name] = float(sum(values))
+        else:
+            summary[name] = max(values) if name.endswith("_max") else float(np.mean(values))
+    return summary
+
+
+def _watch(run: Run, state: PPOState, values: dict[str, float]) -> None:
+    """Stop on a KL blow-up; give up where gradients keep being non-finite."""
+    config = run.config.ppo
+    limit = config.kl.stop_above
+    if limit and not values["kl"] <= limit:
+        state.progress.stopped = (
+            f"KL {values['kl']:.2f} nats a response is above ppo.kl.stop_above={limit:g} in "
+            f"iteration {state.progress.iteration - 1}"
+        )
+        run.say(f"ppo: stopped: {state.progress.stopped}")
+    for name, skipped in state.train.skipped.items():
+        if int(skipped) > config.max_skipped_updates:
+            raise RuntimeError(
+                f"{name}: {int(skipped)} updates had a gradient that is not finite, more than "
+                f"ppo.max_skipped_updates={config.max_skipped_updates}: lower the learning rate or "
+                "look at the scores in samples.jsonl"
+            )
+
+
+def _evaluate(run: Run, parts: PPOParts, state: PPOState, best: Checkpoints) -> None:
+    """Held-out evaluation after `iteration` iterations; the best by its score is kept."""
+    started = time.monotonic()
+    progress = state.progress
+    values = evaluate(run, parts, state.train.params["actor"], progress.iteration)
+    run.log.metrics("eval", progress.iteration, values)
+    score = values["score"]
+    if np.isfinite(score) and (progress.best_score is None or score > progress.best_score):
+        progress.best_score, progress.best_iteration = float(score), progress.iteration
+        if best.latest() != progress.iteration:
+            actor: Params = state.train.params["actor"]
+            best.save(progress.iteration, {"actor": actor}, {"score": float(score)})
+    progress.spend("evaluation", started)
