@@ -64,7 +64,7 @@ def plot_schedule(
     longest = max(1, *(chart.timing(cost_model).makespan for chart in charts)) / TICKS_PER_MS
     for chart, axis in zip(charts, axes):
         draw_gantt(axis, chart, longest, cost_model)
-        axis.set_title(_caption(chart, chart is serial, cost_model), **_CAPTION)
+        axis.set_title(_caption(chart, charts, cost_model, bound), **_CAPTION)
     if bound is not None:
         axes[-2].axvline(bound, color=INK, lw=1.1, ls=(0, (4, 2)), zorder=4)
     draw_memory(axes[-1], schedule, cost_model, serial)
@@ -73,7 +73,7 @@ def plot_schedule(
         axis.tick_params(labelbottom=axis is axes[-1])
     axes[-1].xaxis.set_major_formatter("{x:,.10g}")
     axes[-1].set_xlabel("time (ms)", color=MUTED)
-    _header(figure, schedule, charts, cost_model, bound)
+    _header(figure, schedule)
     FigureCanvasAgg(figure).print_png(str(path))
 
 
@@ -135,18 +135,13 @@ def draw_memory(
     top = max(top, _mark_levels(axis, schedule, serial))
     axis.set_ylim(0, (top or 1.0) * 1.12)
     axis.set_title(
-        f"activation memory of device {device} (the highest peak: {top_text(schedule)}), by model; "
-        "hairlines: the other devices",
+        f"activation memory of device {device} (the highest peak: {schedule.peak_memory:.4g}), "
+        "by model; hairlines: the other devices",
         **_CAPTION,
     )
     axis.set_ylabel("memory", color=MUTED)
     _style(axis)
     axis.grid(axis="y", color=RULE, lw=0.5)
-
-
-def top_text(schedule: Schedule) -> str:
-    """Peak memory as text."""
-    return f"{schedule.peak_memory:.4g}"
 
 
 def _mark_levels(axis: Axes, schedule: Schedule, serial: Schedule | None) -> float:
@@ -220,26 +215,28 @@ def _stack(heights: Sequence[float], header: float) -> tuple[Figure, list[Axes]]
     return figure, axes
 
 
-def _caption(chart: Schedule, is_serial: bool, cost_model: str) -> str:
-    name = "serial" if is_serial else "fused"
-    return (
-        f"{name}: {chart.makespan(cost_model):,.6g} ms, bubble {1 - _busy(chart, cost_model):.1%}, "
-        f"peak memory {top_text(chart)}"
+def _caption(chart: Schedule, charts: Sequence[Schedule], cost_model: str, bound: float | None):
+    """The line over a chart: its length against the bound and the serial one, bubble, memory."""
+    makespan = chart.makespan(cost_model)
+    bubble = f"bubble {_bubble(chart, cost_model):.1%}, peak memory {chart.peak_memory:.4g}"
+    if len(charts) > 1 and chart is charts[0]:
+        return f"serial: {makespan:,.6g} ms, {bubble}"
+    gain = (
+        f", {charts[0].makespan(cost_model) / makespan:.3f}x the serial speed"
+        if len(charts) > 1
+        else ""
     )
+    limit = "" if bound is None else f" (bound {bound:,.6g} ms, dashed)"
+    return f"fused: {makespan:,.6g} ms{limit}{gain}, {bubble}"
 
 
-def _busy(schedule: Schedule, cost_model: str) -> float:
+def _bubble(schedule: Schedule, cost_model: str) -> float:
+    """Idle share of all device time, 0..1."""
     total = schedule.timing(cost_model).makespan * schedule.problem.devices
-    return float(schedule.graph.duration.sum() / total) if total else 1.0
+    return 1.0 - float(schedule.graph.duration.sum() / total) if total else 0.0
 
 
-def _header(
-    figure: Figure,
-    schedule: Schedule,
-    charts: Sequence[Schedule],
-    cost_model: str,
-    bound: float | None,
-) -> None:
+def _header(figure: Figure, schedule: Schedule) -> None:
     """Title at the left, legend at the right."""
     height = figure.get_figheight()
     title = schedule.problem.name or "actor and critic, fused"
