@@ -41,9 +41,7 @@ def test_score_lands_on_the_stop_token():
 
 def test_returns_are_not_rewards():
     zeros = jnp.zeros((1, 3), jnp.float32)
-    advantages, returns = gae(
-        f32([[0, 0, 1]]), zeros, jnp.ones((1, 3)), gamma=1.0, gae_lambda=1.0
-    )
+    advantages, returns = gae(f32([[0, 0, 1]]), zeros, jnp.ones((1, 3)), gamma=1.0, gae_lambda=1.0)
     np.testing.assert_array_equal(advantages, [[1, 1, 1]])
     np.testing.assert_array_equal(returns, [[1, 1, 1]])
 
@@ -58,15 +56,13 @@ def test_bootstrap_is_the_value_after_the_last_token():
     np.testing.assert_allclose(advantages, [[-1.25, 1, 0], [-1.75, -1, 0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("length", [0, 1])
-def test_empty_and_one_token_responses(length):
-    mask = response_mask(jnp.array([length]), 3)
-    rewards, values = f32([[2, NAN, NAN]]), f32([[0.5, NAN, NAN]])
-    advantages, returns = gae(
-        rewards, values, mask, gamma=1.0, gae_lambda=0.9, bootstrap_values=f32([NAN * (1 - length)])
-    ) if length == 0 else gae(rewards, values, mask, gamma=1.0, gae_lambda=0.9)
-    np.testing.assert_array_equal(advantages, [[1.5 * length, 0, 0]])
-    np.testing.assert_array_equal(returns, [[2.0 * length, 0, 0]])
+def test_empty_and_one_token_responses():
+    """An empty response ignores even a broken bootstrap value."""
+    mask = response_mask(jnp.array([0, 1]), 3)
+    rewards, values = f32([[2, NAN, NAN]] * 2), f32([[0.5, NAN, NAN]] * 2)
+    advantages, returns = hand(rewards, values, mask, bootstrap_values=f32([NAN, 0]))
+    np.testing.assert_array_equal(advantages, [[0, 0, 0], [1.5, 0, 0]])
+    np.testing.assert_array_equal(returns, [[0, 0, 0], [2, 0, 0]])
 
 
 def test_a_hole_in_the_mask_is_stepped_over():
@@ -81,6 +77,7 @@ def test_a_constant_added_to_all_scores_is_gone_after_whitening():
     scores, values = f32(rng.normal(size=3)), f32(rng.normal(size=(3, 6)))
     kl = f32(rng.normal(size=(3, 6)))
 
+    @jax.jit
     def whitened(shift):
         rewards = shape_rewards(scores + shift, kl, mask, kl_coef=0.1)
         advantages, _ = hand(rewards, values + shift, mask)
@@ -89,7 +86,7 @@ def test_a_constant_added_to_all_scores_is_gone_after_whitening():
     np.testing.assert_allclose(whitened(10.0), whitened(0.0), atol=2e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.99, 0.0)]),

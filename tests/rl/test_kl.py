@@ -68,13 +68,15 @@ def test_extreme_differences_stay_finite(kind, delta):
 def test_k3_is_exact_where_the_plain_formula_cancels(delta):
     delta = np.float32(delta)
     value, slope = jax.value_and_grad(lambda d: kl.kl_estimate(d, f32(0.0), "k3"))(f32(delta))
-    exact = float(delta) ** 2 * sum((-float(delta)) ** n / np.prod(range(1, n + 3)) for n in range(9))
+    exact = float(delta) ** 2 * sum(
+        (-float(delta)) ** n / np.prod(range(1, n + 3)) for n in range(9)
+    )
     np.testing.assert_allclose(value, exact, rtol=1e-5)
     np.testing.assert_allclose(slope, -np.expm1(-float(delta)), rtol=1e-4)
     assert value > 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.integers(0, 2**31), st.sampled_from(["k1", "abs", "k2", "k3"]), st.floats(1e-3, 8))
 def test_agrees_with_the_oracle(seed, kind, scale):
     rng = np.random.default_rng(seed)
@@ -91,14 +93,15 @@ def test_full_kl_agrees_with_the_oracle_and_skips_padded_vocabulary():
     np.testing.assert_allclose(kl.full_kl(actor, ref), expected, rtol=1e-5)
     pads = ((0, 0), (0, 3))
     padded = [jnp.pad(x, pads, constant_values=-np.inf) for x in (actor, ref)]
-    value, grad = jax.value_and_grad(lambda z: kl.full_kl(z, padded[1]).sum())(padded[0])
+    step = jax.jit(jax.value_and_grad(lambda z: kl.full_kl(z, padded[1]).sum()))
+    value, grad = step(padded[0])
     np.testing.assert_allclose(value, sum(expected), rtol=1e-5)
     numeric = oracle.gradient(
         lambda z: sum(oracle.full_kl(a, b) for a, b in zip(z, ref, strict=True)), actor
     )
     np.testing.assert_allclose(grad[:, :5], numeric, rtol=1e-3, atol=1e-5)
     np.testing.assert_array_equal(grad[:, 5:], 0)
-    assert kl.full_kl(actor, actor).max() == 0
+    np.testing.assert_array_equal(kl.full_kl(actor, actor), 0)
 
 
 def test_full_kl_is_infinite_where_only_the_reference_excludes_a_token():
@@ -116,7 +119,7 @@ def test_adaptive_coefficient_by_hand():
 
 
 @given(st.floats(0, 100), st.floats(0.1, 10), st.floats(1, 1e5), st.integers(1, 10**6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_adaptive_coefficient_agrees_and_stays_positive(observed, target, horizon, n_samples):
     got = kl.adaptive_kl_update(0.3, observed, target=target, horizon=horizon, n_samples=n_samples)
     expected = oracle.adaptive_kl(0.3, observed, target, horizon, n_samples)

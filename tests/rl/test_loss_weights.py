@@ -12,6 +12,7 @@ from fuse_jax.rl.losses import loss_totals, loss_weights, weighted_sum
 
 MODES = ["token_mean", "sequence_mean"]
 weights_of = jax.jit(loss_weights, static_argnames="mode")
+totals_of = jax.jit(loss_totals)
 
 
 def f32(x):
@@ -40,7 +41,7 @@ def test_excluded_sample_is_in_no_denominator(mode):
     np.testing.assert_array_equal(got[jnp.array([0, 2])], kept)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**31), st.sampled_from(MODES))
 def test_agrees_with_the_oracle_and_sums_to_one(seed, mode):
     rng = np.random.default_rng(seed)
@@ -52,21 +53,19 @@ def test_agrees_with_the_oracle_and_sums_to_one(seed, mode):
     np.testing.assert_allclose(got.sum(), float(counted), rtol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from(MODES), st.integers(1, 3))
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 2**31), st.sampled_from(MODES), st.integers(1, 2))
 def test_parts_with_totals_get_the_weights_of_the_whole(seed, mode, cut):
     rng = np.random.default_rng(seed)
     mask, valid = rng.integers(0, 2, (4, 6)).astype(np.float32), rng.integers(0, 2, 4)
     pieces = [(mask[:cut], valid[:cut]), (mask[cut:], valid[cut:])]
-    totals = np.sum([loss_totals(m, v) for m, v in pieces], axis=0)
-    np.testing.assert_array_equal(totals, loss_totals(mask, valid))
+    totals = np.sum([totals_of(m, v) for m, v in pieces], axis=0)
+    np.testing.assert_array_equal(totals, totals_of(mask, valid))
     parts = [
-        loss_weights(
-            m, mode, sample_valid=v, total_tokens=totals[0], total_sequences=totals[1]
-        )
+        weights_of(m, mode, sample_valid=v, total_tokens=totals[0], total_sequences=totals[1])
         for m, v in pieces
     ]
-    np.testing.assert_array_equal(np.concatenate(parts), loss_weights(mask, mode, sample_valid=valid))
+    np.testing.assert_array_equal(np.concatenate(parts), weights_of(mask, mode, sample_valid=valid))
 
 
 @pytest.mark.parametrize("mode", MODES)

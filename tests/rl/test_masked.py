@@ -96,7 +96,7 @@ def test_whitening_groups_together_differs_from_each_alone():
     assert np.abs(together - apart).max() > 0.9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**31), st.lists(st.integers(0, 6), min_size=4, max_size=4), st.booleans())
 def test_whitening_agrees_with_the_oracle(seed, lengths, shift_mean):
     rng = np.random.default_rng(seed)
@@ -107,13 +107,17 @@ def test_whitening_agrees_with_the_oracle(seed, lengths, shift_mean):
     np.testing.assert_allclose(
         whiten(dirty, mask, shift_mean=shift_mean), expected, rtol=1e-4, atol=1e-4
     )
-    np.testing.assert_allclose(mean(dirty, mask), oracle.mean(x, np.asarray(mask)), rtol=1e-5)
+    np.testing.assert_allclose(
+        mean(dirty, mask), oracle.mean(x, np.asarray(mask)), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_gradient_is_finite_and_zero_under_the_mask():
     x, mask = f32([[1, 3, NAN], [2, np.inf, NAN]]), f32([[1, 1, 0], [1, 0, 0]])
     target = f32([[1, 2, 3], [4, 5, 6]])
-    grad = jax.grad(lambda x: masked.masked_sum(masked.masked_whiten(x, mask) * target, mask))(x)
+    grad = jax.jit(
+        jax.grad(lambda x: masked.masked_sum(masked.masked_whiten(x, mask) * target, mask))
+    )(x)
     clean = np.where(mask != 0, x, 0)
     expected = oracle.gradient(
         lambda x: (oracle.whiten(x, np.asarray(mask)) * np.asarray(target)).sum(), clean

@@ -41,7 +41,7 @@ def test_a_row_that_is_masked_out_drops_its_nan_score():
     np.testing.assert_array_equal(got, [[0, 1], [0, 0]])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 2**31), st.floats(0, 2))
 def test_agrees_with_the_oracle(seed, kl_coef):
     rng = np.random.default_rng(seed)
