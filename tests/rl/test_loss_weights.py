@@ -25,6 +25,16 @@ def test_by_hand_on_unequal_lengths(mode, expected):
     assert weighted_sum(losses, loss_weights(mask, mode)) == expected
 
 
+@pytest.mark.parametrize("mode, expected", [("token_mean", 1.75), ("sequence_mean", 1.5)])
+def test_two_ranks_by_hand(mode, expected):
+    """One rank holds a sequence of one token, the other one of three."""
+    total = 0.0
+    for losses, mask in ([[1, 9, 9]], [[1, 0, 0]]), ([[2, 2, 2]], [[1, 1, 1]]):
+        weights = loss_weights(f32(mask), mode, total_tokens=4, total_sequences=2)
+        total += weighted_sum(f32(losses), weights)
+    assert total == expected
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_to_count_weighs_nothing(mode):
     np.testing.assert_array_equal(loss_weights(jnp.zeros((2, 3)), mode), np.zeros((2, 3)))
