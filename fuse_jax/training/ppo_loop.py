@@ -100,7 +100,9 @@ def train_ppo(run: Run, parts: PPOParts, train: TrainState, moments: Moments) ->
         run.log.drop(lambda row: row["stage"] in ("ppo", *EVALUATIONS))
         _evaluate(run, parts, state, best)
         checkpoints.save(0, state.arrays(), state.host())
-    with tqdm(total=config.iterations, initial=state.progress.iteration, desc="ppo") as bar:
+    with tqdm(
+        total=config.iterations, initial=state.progress.iteration, desc="ppo", mininterval=1.0
+    ) as bar:
         while state.progress.iteration < config.iterations and not state.progress.stopped:
             values = iterate(run, parts, state)
             done = state.progress.iteration

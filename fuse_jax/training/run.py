@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -150,14 +151,26 @@ def export_best(run: Run, state: PPOState) -> None:
 
 
 def export(run: Run, role: Role, params: Params, name: str) -> None:
-    """Write `params` as an HF directory `models/<name>` of the work directory."""
-    head: Any = models.HEADS[role]
+    """Write `params` as an HF directory `models/<name>` of the work directory.
+
+    In the dtype the run computes in. One that a killed run left is replaced.
+    """
+    directory = run.workdir / "models" / name
+    if directory.exists():
+        shutil.rmtree(directory)
+    vocabulary = run.task.vocabulary
+    stops = list(vocabulary.stop_token_ids)
     save_params(
-        run.workdir / "models" / name,
+        directory,
         run.archs[role],
         params,
-        head=head,
-        tokenizer_from=run.task.tokenizer_path or None,
+        dtype=run.config.compute.dtype,
+        head="scalar" if models.HEADS[role] == "scalar" else "lm",
+        source=run.task.tokenizer_path or None,
+        token_ids={
+            "eos_token_id": stops if len(stops) > 1 else stops[0],
+            "pad_token_id": vocabulary.pad_token_id,
+        },
     )
 
 

@@ -49,7 +49,9 @@ def run_stage(run: Run, stage: Stage, state: TrainState) -> tuple[TrainState, fl
     started = time.monotonic() - seconds
     every = STEPS_PER_SAVE * run.config.checkpoint.every
     too_long = 0
-    with tqdm(total=stage.steps, initial=done, desc=stage.name, unit="step") as bar:
+    with tqdm(
+        total=stage.steps, initial=done, desc=stage.name, unit="step", mininterval=1.0
+    ) as bar:
         for number in range(done + 1, stage.steps + 1):
             packed, cursor = take_packed(stage.items, cursor, stage.pack)
             too_long += packed.num_too_long
@@ -57,7 +59,8 @@ def run_stage(run: Run, stage: Stage, state: TrainState) -> tuple[TrainState, fl
             if number % LOG_EVERY == 0 or number == stage.steps:
                 values = {name: float(value) for name, value in metrics.items()}
                 run.log.metrics(stage.name, number, values)
-                bar.set_postfix_str(" ".join(f"{k} {v:.3f}" for k, v in list(values.items())[:2]))
+                shown = [f"{k} {values[k]:.3f}" for k in ("loss", "accuracy") if k in values]
+                bar.set_postfix_str(" ".join(shown), refresh=False)
             if number % every == 0 or number == stage.steps:
                 seconds = time.monotonic() - started
                 host = {"cursor": cursor.to_dict(), "seconds": seconds}
