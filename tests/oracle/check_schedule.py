@@ -61,6 +61,7 @@ class Verdict:
     makespan: int = -1  # ticks
     memory: list = field(default_factory=list)  # per device: [(tick, quanta held from then on)]
     peaks: list = field(default_factory=list)  # per device, quanta
+    running: list = field(default_factory=list)  # per device, quanta held while each task runs
 
     @property
     def valid(self):
@@ -272,9 +273,11 @@ def follow_memory(problem, tasks, orders, verdict):
             events.append((verdict.start[key], position, 0, task.takes, task))
             events.append((verdict.end[key], position, 1, -task.gives, task))
         events.sort(key=lambda event: event[:3])
-        held, peak, steps, over = 0, 0, [(0, 0)], False
-        for tick, _, _, amount, task in events:
+        held, peak, steps, over, running = 0, 0, [(0, 0)], False, []
+        for tick, _, is_end, amount, task in events:
             held += amount
+            if not is_end:
+                running.append(held)
             peak = max(peak, held)
             if amount:
                 steps.append((tick, held))
@@ -284,6 +287,7 @@ def follow_memory(problem, tasks, orders, verdict):
                 verdict.faults.append(("memory", text, task.key))
         verdict.memory.append(steps)
         verdict.peaks.append(peak)
+        verdict.running.append(running)
 
 
 def check_times(tasks, times, verdict):

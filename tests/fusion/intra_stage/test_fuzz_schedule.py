@@ -84,8 +84,8 @@ def compare_numbers(schedule, ids, verdict):
     assert {key: int(timing.end[i]) for key, i in ids.items()} == verdict.end
     assert timing.makespan == verdict.makespan
     assert schedule.makespan() == verdict.makespan / TICKS
-    peaks = schedule.memory_profile().max(axis=1).tolist()
-    assert peaks == verdict.peaks
+    assert schedule.memory_profile().tolist() == verdict.running
+    assert (schedule.peaks() * QUANTA).round().tolist() == verdict.peaks
     assert schedule.peak_memory == verdict.peak / QUANTA
 
 
