@@ -1,0 +1,1 @@
+"""Generation: the slot engine, its sampler, and continuous batching on the host."""
