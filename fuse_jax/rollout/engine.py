@@ -161,16 +161,23 @@ class Engine:
             )
         return next(bucket for bucket in self.prompt_buckets if length <= bucket)
 
-    def shapes(self) -> Iterator[Shape]:
-        """Every program that generation with this engine compiles."""
+    def shapes(self, *, migration: bool = False) -> Iterator[Shape]:
+        """Every program that generation with this engine compiles.
+
+        `migration` adds those that move live slots.
+        """
         rollout, block = self.rollout, self.rollout.cache_block
         positions = self.cache_blocks * block
         yield Shape("init_decode_state", rollout.slots, positions)
         for bucket in self.prompt_buckets:
             yield Shape("prefill", rollout.prefill_rows, bucket)
-        for blocks in sorted({-(-bucket // block) for bucket in self.prompt_buckets}):
-            yield Shape("insert", rollout.prefill_rows, blocks * block)
+        inserted = {-(-bucket // block) * block for bucket in self.prompt_buckets}
+        for length in sorted(inserted | ({positions} if migration else set())):
+            yield Shape("insert", rollout.prefill_rows, length)
         yield Shape("generate", rollout.slots, rollout.chunk)
+        if migration:
+            yield Shape("extract", rollout.prefill_rows, positions)
+            yield Shape("release", rollout.prefill_rows, positions)
 
     # ------------------------------------------------------------------ verbs
 
@@ -230,6 +237,10 @@ class Engine:
         `state` is donated.
         """
         return _release(self, state, slots)
+
+    def place(self, rows: Rows) -> Rows:
+        """`rows` moved to this engine's devices (no copy if they are there already)."""
+        return jax.device_put(rows, _shardings(self))
 
     def _check_rows(self, rows: int, function: str) -> None:
         if rows != self.rollout.prefill_rows:

@@ -1,0 +1,374 @@
+"""Continuous batching on the host: prompts go in, finished samples come out one by one.
+
+A finished slot is refilled before the next dispatch. Prompts are prefilled a full group of rows
+ahead of need and their rows wait beside the slots, so a slot that falls free alone does not cost
+a mostly empty prefill; only the last group of a bucket has padding rows.
+
+Reading a chunk waits for the device. While prompts wait, chunk k is read before chunk k + 1 is
+launched, because launching blindly would leave every slot that finished in k idle for a chunk (at a
+mean response of 50 tokens and chunks of 8, a sixth of the work). When none waits there is nothing
+to refill: chunk k + 1 is launched first, and costs nothing if everything turns out to be done.
+Samples are handed over after the next launch, so that the caller's work and the device's overlap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from fuse_jax.models.transformer import Params
+from fuse_jax.rollout.engine import Chunk, Engine, Rows
+from fuse_jax.rollout.sampling import Draw
+from fuse_jax.samples import Sample
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to respond to, with at most `max_new_tokens` tokens."""
+
+    sample_id: int
+    prompt_tokens: np.ndarray
+    max_new_tokens: int
+    meta: dict = field(default_factory=dict)
+
+
+@dataclass
+class Progress:
+    """A request and what has been read back of its response so far."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def sample(self, stop_tokens: tuple[int, ...]) -> Sample:
+        """The finished sample. Truncated: the last token is no stop token."""
+        request = self.request
+        return Sample(
+            sample_id=request.sample_id,
+            prompt_tokens=request.prompt_tokens,
+            response_tokens=np.array(self.tokens, np.int32),
+            log_probs=np.array(self.log_probs, np.float32),
+            truncated=self.tokens[-1] not in stop_tokens,
+            gaps=np.array(self.gaps, np.float32) if self.gaps else None,
+            meta=request.meta,
+        )
+
+
+@dataclass
+class RolloutStats:
+    """Counts of one run. `seconds` is wall time from the first launch to the last read.
+
+    `slot_steps` = decode steps x slots, of which `occupied_slot_steps` drew a token that counts.
+    """
+
+    samples: int = 0
+    truncated: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    chunks: int = 0
+    decode_steps: int = 0
+    slot_steps: int = 0
+    occupied_slot_steps: int = 0
+    prefills: int = 0
+    prefill_rows: int = 0
+    prefill_padding_rows: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second of wall time."""
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of slot-steps that drew a token."""
+        return self.occupied_slot_steps / self.slot_steps if self.slot_steps else 0.0
+
+
+@dataclass
+class _Group:
+    """Prefilled rows of one bucket, of which the first `taken` are in slots."""
+
+    rows: Rows
+    draw: Draw
+    requests: list[Request]
+    taken: int = 0
+
+
+@dataclass
+class _Launch:
+    """A dispatched chunk, who was in which slot, and who entered just before it."""
+
+    chunk: Chunk
+    owners: list[Progress | None]
+    entered: list[tuple[Progress, Draw, int]]
+
+
+class Batcher:
+    """Keeps the slots of one engine full. Host state only: the arithmetic is the engine's.
+
+    `launch` never waits for the device, `collect` waits for the oldest launched chunk. One
+    controller can so drive many batchers, each over its own devices.
+    """
+
+    def __init__(self, engine: Engine, params: Params, seed_key: Any) -> None:
+        self.engine, self.params, self.seed_key = engine, params, seed_key
+        self.queue: deque[Request] = deque()
+        self.stats = RolloutStats()
+        self.state = engine.init_decode_state()
+        self._groups: deque[_Group] = deque()
+        self._slots: list[Progress | None] = [None] * engine.rollout.slots
+        self._entered: list[tuple[Progress, Draw, int]] = []
+        self._launched: deque[_Launch] = deque()
+        self._started: float | None = None
+
+    # ------------------------------------------------------------------ what is where
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return len(self.queue) + sum(len(g.requests) - g.taken for g in self._groups)
+
+    @property
+    def live(self) -> dict[int, Progress]:
+        """Slot -> its unfinished request, as far as has been read back."""
+        return {slot: owner for slot, owner in enumerate(self._slots) if owner is not None}
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not come out of `collect` yet."""
+        return self.waiting + len(self.live)
+
+    @property
+    def launched(self) -> int:
+        """Chunks launched and not read."""
+        return len(self._launched)
+
+    def is_ready(self) -> bool:
+        """Whether `collect` would return without waiting for the device."""
+        return bool(self._launched) and self._launched[0].chunk.done.is_ready()
+
+    # ------------------------------------------------------------------ driving it
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queue requests. Raises ValueError for a prompt or a cap that the geometry cannot hold."""
+        for request in requests:
+            self.engine.bucket_of(len(request.prompt_tokens))
+            if not 1 <= request.max_new_tokens <= self.engine.rollout.max_new_tokens:
+                raise ValueError(
+                    f"sample {request.sample_id} asks for {request.max_new_tokens} new tokens: "
+                    f"between 1 and rollout.max_new_tokens={self.engine.rollout.max_new_tokens}"
+                )
+            if not 0 <= request.sample_id < 2**31:
+                raise ValueError(f"sample_id={request.sample_id} must lie in [0, 2**31)")
+            self.queue.append(request)
+
+    def launch(self) -> bool:
+        """Fill free slots and dispatch a chunk; False if no slot is occupied."""
+        if self._started is None:
+            self._started = time.perf_counter()
+        self._fill()
+        if not self.live:
+            return False
+        self.state, chunk = self.engine.generate(self.params, self.state, self.seed_key)
+        for array in jax.tree.leaves(chunk):
+            array.copy_to_host_async()
+        self._launched.append(_Launch(chunk, list(self._slots), self._entered))
+        self._entered = []
+        self.stats.chunks += 1
+        return True
+
+    def collect(self) -> list[Sample]:
+        """Read the oldest launched chunk; returns the samples it finished, by slot."""
+        launch = self._launched.popleft()
+        for progress, draw, row in launch.entered:
+            _record(progress, draw, slice(row, row + 1))
+        chunk: Chunk = jax.tree.map(np.asarray, launch.chunk)
+        finished = []
+        for slot, owner in enumerate(launch.owners):
+            if owner is None or self._slots[slot] is not owner:
+                continue
+            _record(owner, chunk, (slice(chunk.counts[slot]), slot))
+            if chunk.done[slot]:
+                self._slots[slot] = None
+                finished.append(owner.sample(self.engine.stop_tokens))
+        self._count(chunk, finished)
+        return finished
+
+    def run(self) -> Iterator[Sample]:
+        """Samples of everything queued, each as soon as it is finished."""
+        self.launch()
+        while self._launched:
+            if not self.waiting and self.launched < 2:
+                self.launch()
+            finished = self.collect()
+            if self.waiting or not self._launched:
+                self.launch()
+            yield from finished
+
+    # ------------------------------------------------------------------ moving live slots
+
+    def detach(self, slots: Sequence[int]) -> tuple[Rows, list[Progress]]:
+        """Take live `slots` (at most `rollout.prefill_rows`) out, cache included.
+
+        Rows beyond `len(slots)` are padding. Raises RuntimeError while a chunk is unread: its
+        tokens would be lost.
+        """
+        if self._launched or self._entered:
+            raise RuntimeError("detach while a chunk is unread: launch() and collect() first")
+        empty = [slot for slot in slots if self._slots[slot] is None]
+        if empty:
+            raise ValueError(f"slots {empty} hold nothing to detach")
+        index = self._slot_index(slots)
+        rows = self.engine.extract(self.state, index)
+        self.state = self.engine.release(self.state, index)
+        moved = [self._slots[slot] for slot in slots]
+        for slot in slots:
+            self._slots[slot] = None
+        return rows, moved  # type: ignore[return-value]
+
+    def attach(self, rows: Rows, moved: Sequence[Progress]) -> list[int]:
+        """Put what `detach` took out of another batcher into free slots; returns the slots.
+
+        `rows` are moved to this engine's devices. Raises ValueError if there are too few slots.
+        """
+        free = [slot for slot, owner in enumerate(self._slots) if owner is None][: len(moved)]
+        if len(free) < len(moved):
+            raise ValueError(f"{len(moved)} live samples do not fit {len(free)} free slots")
+        self.state = self.engine.insert(self.state, self.engine.place(rows), self._slot_index(free))
+        for slot, owner in zip(free, moved, strict=True):
+            self._slots[slot] = owner
+        return free
+
+    # ------------------------------------------------------------------ inside
+
+    def _fill(self) -> None:
+        free = deque(slot for slot, owner in enumerate(self._slots) if owner is None)
+        while free and self.waiting:
+            if not self._groups:
+                self._groups.append(self._prefill())
+            group = self._groups[0]
+            slots = [
+                free.popleft() for _ in range(min(len(free), len(group.requests) - group.taken))
+            ]
+            index = self._slot_index(slots, first=group.taken)
+            self.state = self.engine.insert(self.state, group.rows, index)
+            for row, slot in enumerate(slots, group.taken):
+                self._slots[slot] = Progress(group.requests[row])
+                self._entered.append((self._slots[slot], group.draw, row))  # type: ignore[arg-type]
+            group.taken += len(slots)
+            if group.taken == len(group.requests):
+                self._groups.popleft()
+
+    def _prefill(self) -> _Group:
+        """Prefill the next requests of the first one's bucket, in order; others keep their turn."""
+        engine, count = self.engine, self.engine.rollout.prefill_rows
+        bucket = engine.bucket_of(len(self.queue[0].prompt_tokens))
+        chosen, passed = [], []
+        while self.queue and len(chosen) < count:
+            request = self.queue.popleft()
+            fits = engine.bucket_of(len(request.prompt_tokens)) == bucket
+            (chosen if fits else passed).append(request)
+        self.queue.extendleft(reversed(passed))
+        rows, draw = engine.prefill(
+            self.params, *prefill_arrays(chosen, count, bucket), self.seed_key
+        )
+        for array in jax.tree.leaves(draw):
+            array.copy_to_host_async()
+        self.stats.prefills += 1
+        self.stats.prefill_rows += len(chosen)
+        self.stats.prefill_padding_rows += count - len(chosen)
+        return _Group(rows, draw, chosen)
+
+    def _slot_index(self, slots: Sequence[int], first: int = 0) -> np.ndarray:
+        """Where each of `prefill_rows` rows goes: from row `first` on to `slots`, else nowhere."""
+        rollout = self.engine.rollout
+        if len(slots) > rollout.prefill_rows:
+            raise ValueError(
+                f"{len(slots)} rows at once, but rollout.prefill_rows={rollout.prefill_rows}"
+            )
+        index = np.full(rollout.prefill_rows, rollout.slots, np.int32)
+        index[first : first + len(slots)] = slots
+        return index
+
+    def _count(self, chunk: Chunk, finished: list[Sample]) -> None:
+        stats, steps = self.stats, int(chunk.steps)
+        stats.decode_steps += steps
+        stats.slot_steps += steps * self.engine.rollout.slots
+        stats.occupied_slot_steps += int(chunk.counts.sum())
+        stats.samples += len(finished)
+        stats.truncated += sum(sample.truncated for sample in finished)
+        stats.generated_tokens += sum(len(sample.response_tokens) for sample in finished)
+        stats.prompt_tokens += sum(len(sample.prompt_tokens) for sample in finished)
+        stats.seconds = time.perf_counter() - (self._started or 0.0)
+
+
+def prefill_arrays(
+    requests: Sequence[Request], rows: int, bucket: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens `[rows, bucket]`, lengths, sample ids and caps; rows beyond the requests are padding.
+
+    A padding row is one token with sample id -1 and nothing to generate.
+    """
+    tokens = np.zeros((rows, bucket), np.int32)
+    lengths, caps = np.ones(rows, np.int32), np.zeros(rows, np.int32)
+    sample_ids = np.full(rows, -1, np.int32)
+    for row, request in enumerate(requests):
+        length = len(request.prompt_tokens)
+        tokens[row, :length] = request.prompt_tokens
+        lengths[row], sample_ids[row] = length, request.sample_id
+        caps[row] = request.max_new_tokens
+    return tokens, lengths, sample_ids, caps
+
+
+def _record(progress: Progress, drawn: Draw | Chunk, where: tuple[slice, int] | slice) -> None:
+    """Add what was drawn at `where`: a slot's steps of a chunk, or a row of first tokens."""
+    progress.tokens += np.asarray(drawn.tokens)[where].tolist()
+    progress.log_probs += np.asarray(drawn.log_probs)[where].tolist()
+    if drawn.gaps is not None:
+        progress.gaps += np.asarray(drawn.gaps)[where].tolist()
+
+
+def generate_samples(
+    engine: Engine,
+    params: Params,
+    prompts: Sequence[np.ndarray],
+    *,
+    seed_key: Any,
+    sample_ids: Sequence[int] | None = None,
+    max_new_tokens: int | Sequence[int] | None = None,
+    meta: Sequence[dict] | None = None,
+    stats: RolloutStats | None = None,
+) -> Iterator[Sample]:
+    """Responses to `prompts`, each yielded as soon as it is finished (so in no set order).
+
+    Args:
+      prompts: int token ids of each prompt, at most `rollout.max_prompt_length`.
+      sample_ids: what randomness is drawn from; distinct, default 0, 1, ...
+      max_new_tokens: one cap, or one a prompt; default `rollout.max_new_tokens`.
+      stats: is filled in while samples come out.
+
+    Raises ValueError for what does not fit the engine's geometry, before anything runs.
+    """
+    count = len(prompts)
+    ids = range(count) if sample_ids is None else [int(i) for i in sample_ids]
+    if len(ids) != count or len(set(ids)) != count:
+        raise ValueError(f"sample_ids must be {count} distinct numbers, one a prompt")
+    cap = engine.rollout.max_new_tokens if max_new_tokens is None else max_new_tokens
+    caps = [cap] * count if isinstance(cap, (int, np.integer)) else [int(c) for c in cap]
+    metas = [{} for _ in range(count)] if meta is None else meta
+    batcher = Batcher(engine, params, seed_key)
+    if stats is not None:
+        batcher.stats = stats
+    batcher.submit(
+        Request(i, np.asarray(prompt, np.int32), c, m)
+        for i, prompt, c, m in zip(ids, prompts, caps, metas, strict=True)
+    )
+    return batcher.run()
