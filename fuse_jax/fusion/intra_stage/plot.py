@@ -66,6 +66,7 @@ def plot_schedule(
         draw_gantt(axis, chart, longest, cost_model)
         axis.set_title(_caption(chart, charts, cost_model, bound), **_CAPTION)
     if bound is not None:
+        axes[-2].axvline(bound, color="white", lw=2.6, zorder=4)
         axes[-2].axvline(bound, color=INK, lw=1.1, ls=(0, (4, 2)), zorder=4)
     draw_memory(axes[-1], schedule, cost_model, serial)
     axes[-1].set_xlim(0, longest)
@@ -218,19 +219,19 @@ def _stack(heights: Sequence[float], header: float) -> tuple[Figure, list[Axes]]
 def _caption(chart: Schedule, charts: Sequence[Schedule], cost_model: str, bound: float | None):
     """The line over a chart: its length against the bound and the serial one, bubble, memory."""
     makespan = chart.makespan(cost_model)
-    bubble = f"bubble {_bubble(chart, cost_model):.1%}, peak memory {chart.peak_memory:.4g}"
+    spent = f"bubble {bubble(chart, cost_model):.1%}, peak memory {chart.peak_memory:.4g}"
     if len(charts) > 1 and chart is charts[0]:
-        return f"serial: {makespan:,.6g} ms, {bubble}"
+        return f"serial: {makespan:,.6g} ms, {spent}"
     gain = (
         f", {charts[0].makespan(cost_model) / makespan:.3f}x the serial speed"
         if len(charts) > 1
         else ""
     )
     limit = "" if bound is None else f" (bound {bound:,.6g} ms, dashed)"
-    return f"fused: {makespan:,.6g} ms{limit}{gain}, {bubble}"
+    return f"fused: {makespan:,.6g} ms{limit}{gain}, {spent}"
 
 
-def _bubble(schedule: Schedule, cost_model: str) -> float:
+def bubble(schedule: Schedule, cost_model: str = "ideal") -> float:
     """Idle share of all device time, 0..1."""
     total = schedule.timing(cost_model).makespan * schedule.problem.devices
     return 1.0 - float(schedule.graph.duration.sum() / total) if total else 0.0
