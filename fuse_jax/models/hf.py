@@ -165,25 +165,38 @@ def _fill_shard(
     stored: Mapping[str, Stored], leaf: Leaf, bounds: Bounds, device: Any, dtype: Any
 ) -> Array:
     """The part of `leaf` between `bounds`, on one device."""
-    target = jnp.zeros([stop - start for start, stop in bounds], dtype, device=device)
+    shape = [stop - start for start, stop in bounds]
+    if 4 * math.prod(shape) <= PIECE_BYTES:  # a small shard is made here: nothing to compile
+        small = np.zeros(shape, dtype)
+        for value, start in _values(stored, leaf, bounds):
+            value = value.T if leaf.transposed else value
+            ends = [first + size for first, size in zip(start[-value.ndim :], value.shape)]
+            place = tuple(slice(*span) for span in zip(start[-value.ndim :], ends))
+            small[(start[0], *place) if leaf.stacked else place] = value
+        return jnp.array(small, device=device)
+    target = jnp.zeros(shape, dtype, device=device)
+    for value, start in _values(stored, leaf, bounds):
+        target = _write_piece(target, value, np.array(start, np.int32), transposed=leaf.transposed)
+        target.block_until_ready()  # else pieces pile up behind the asynchronous writes
+    return target
+
+
+def _values(
+    stored: Mapping[str, Stored], leaf: Leaf, bounds: Bounds
+) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Pieces of a shard in their layout, and where each starts in the shard, in ours."""
     inner = bounds[1:] if leaf.stacked else bounds
-    source = inner[::-1] if leaf.transposed else inner  # in their layout
+    source = inner[::-1] if leaf.transposed else inner
     for layer in range(*bounds[0]) if leaf.stacked else (0,):
         name = leaf.names[layer]
         if name not in stored:  # optional: stays 0
             continue
         for piece in _pieces(source):
-            value = safetensors_io.read(stored[name], name, piece)
             start = [here[0] - origin[0] for here, origin in zip(piece, source, strict=True)]
             start = start[::-1] if leaf.transposed else start
             if leaf.stacked:
                 start = [layer - bounds[0][0], *start]
-            target = _write_piece(
-                target, value, np.array(start, np.int32), transposed=leaf.transposed
-            )
-            # Else pieces pile up behind the asynchronous writes.
-            target.block_until_ready()
-    return target
+            yield safetensors_io.read(stored[name], name, piece), start
 
 
 def _pieces(bounds: Bounds) -> Iterator[Bounds]:
@@ -229,6 +242,13 @@ def save_params(
     tensors = _plan(arch, params, head, WRITTEN[dtype])
     generation, ids = _token_ids(source, token_ids or {})
     config = config_of(arch, head=head, dtype=dtype, token_ids=ids)
+    if head == "scalar" and np.any(np.asarray(params["head"]["bias"])):
+        logging.warning(
+            "%s: score.bias %s is written, but transformers' class has none and ignores it: its "
+            "scores differ by that constant",
+            directory,
+            np.asarray(params["head"]["bias"]),
+        )
     with safetensors_io.new_directory(directory) as made:
         safetensors_io.write(made, tensors, max_shard_bytes)
         safetensors_io.write_json(made / "config.json", config)
