@@ -1,4 +1,4 @@
-"""The list of mutations still fits the code; `python tests/mutants.py` then tries them (minutes)."""
+"""The list of mutations still fits the code; `python tests/mutants.py` tries them (minutes)."""
 
 import sys
 from pathlib import Path
