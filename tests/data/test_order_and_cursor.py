@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fuse_jax.data import cursor as cursors
 from fuse_jax.data.order import epoch_order, fingerprint, permutation, sample_ids, split_held_out
-from fuse_jax.data.records import DataError, Preference, Prompt, token_array
+from fuse_jax.data.records import DataError, Demonstration, Preference, Prompt, token_array
 
 
 def prompts(n, offset=0):
@@ -119,6 +119,9 @@ def test_fingerprint_sees_ids_tokens_order_and_margins():
     assert fingerprint(a) == fingerprint(copy)
     pair = [Preference(a[0].tokens, a[1].tokens, a[0].tokens, margin) for margin in (0.0, 1.0)]
     assert fingerprint(pair[:1]) != fingerprint(pair[1:])
+    two, one = token_array([1, 2]), token_array([3])
+    whole = [Demonstration(two, one), Demonstration(two[:1], token_array([2, 3]))]
+    assert fingerprint(whole[:1]) != fingerprint(whole[1:])  # where the answer begins matters
 
 
 def test_sample_ids_are_unique_over_iterations():
