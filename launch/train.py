@@ -3,9 +3,10 @@
 python launch/train.py --config configs/quickstart.py --workdir runs/quickstart
 """
 
+import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 CONFIG = config_flags.DEFINE_config_file(
@@ -18,12 +19,13 @@ RESUME = flags.DEFINE_bool("resume", False, "Go on with the run in --workdir.")
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"not understood: {argv[1:]}")
-    from fuse_jax.training.run import (
-        report_text,
-        train,
-    )  # after --help and bad flags are dealt with
+    logging.set_verbosity(logging.WARNING)
+    from fuse_jax.training.run import REFUSALS, report_text, train  # slow: after the flags
 
-    report = train(CONFIG.value, Path(WORKDIR.value), resume=RESUME.value)
+    try:
+        report = train(CONFIG.value, Path(WORKDIR.value), resume=RESUME.value)
+    except REFUSALS as error:
+        sys.exit(f"error: {error}")
     print(report_text(report))
 
 

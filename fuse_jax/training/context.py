@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -74,10 +75,8 @@ def open_run(config: Config, workdir: Path, *, resume: bool, say: Callable[[str]
     """
     archs = architectures(config)
     for role, arch in archs.items():
-        try:
+        with refusing(role):
             check_divisible(arch, config.mesh)
-        except ValueError as error:
-            raise ConfigError(f"{role}: {error}") from error
     claim(config, workdir, resume=resume)
     task = build_task(config, say)
     for role, arch in archs.items():
@@ -93,20 +92,32 @@ def open_run(config: Config, workdir: Path, *, resume: bool, say: Callable[[str]
 
 def architectures(config: Config) -> dict[Role, Architecture]:
     """Of each role: read from its HF directory, else that of the model it starts from."""
-    actor = _read(config.actor.path) or config.model
-    reward_model = _read(config.reward_model.path) or actor
+    actor = _read("actor.path", config.actor.path) or config.model
+    reward_model = _read("reward_model.path", config.reward_model.path) or actor
     critic_source = reward_model if config.critic.init == "reward_model" else actor
     scalar = {"tie_embeddings": False}  # a scalar head is never the embedding
     return {
         "actor": actor,
-        "reference": _read(config.reference.path) or actor,
+        "reference": _read("reference.path", config.reference.path) or actor,
         "reward_model": replace(reward_model, **scalar),
-        "critic": replace(_read(config.critic.path) or critic_source, **scalar),
+        "critic": replace(_read("critic.path", config.critic.path) or critic_source, **scalar),
     }
 
 
-def _read(path: str) -> Architecture | None:
-    return read_architecture(Path(path)) if path else None
+def _read(key: str, path: str) -> Architecture | None:
+    if not path:
+        return None
+    with refusing(f"{key}={path!r}"):
+        return read_architecture(Path(path))
+
+
+@contextlib.contextmanager
+def refusing(key: str) -> Iterator[None]:
+    """Errors about a model or mesh inside become ConfigErrors that name `key`."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _source(config: Config, role: Role) -> str:

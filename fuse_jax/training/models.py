@@ -31,7 +31,8 @@ def shardings(run: Run, role: Role) -> Any:
 def load(run: Run, role: Role, path: str) -> Params:
     """Parameters of `role` from an HF directory, float32, straight into their shardings."""
     head: Any = HEADS[role]
-    return load_params(Path(path), run.archs[role], shardings(run, role), head=head)
+    with refusing(f"{role}.path={path!r}"):
+        return load_params(Path(path), run.archs[role], shardings(run, role), head=head)
 
 
 def initial_actor(run: Run) -> Params:

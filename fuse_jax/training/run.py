@@ -15,11 +15,13 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from fuse_jax.config_read import read_config
+from fuse_jax.config_read import ConfigError, read_config
 from fuse_jax.data.packing import pack_demonstrations, pack_preferences
+from fuse_jax.data.records import DataError
 from fuse_jax.models.hf import save_params
 from fuse_jax.models.transformer import Params
 from fuse_jax.training import models
+from fuse_jax.training.checkpoint import CheckpointError
 from fuse_jax.training.config_check import check_config
 from fuse_jax.training.context import Role, Run, open_run
 from fuse_jax.training.held_out_pairs import rank_held_out
@@ -35,6 +37,8 @@ from fuse_jax.training.state import create_state
 from fuse_jax.training.supervised import Stage, run_stage
 
 Report = dict[str, Any]
+# Errors whose message is all that a user needs: what is wrong, and the fix.
+REFUSALS = (ConfigError, DataError, CheckpointError)
 
 
 def train(
