@@ -27,7 +27,7 @@ def get_config() -> ConfigDict:
     config.sft.row_length = 64
     _cosine(config.sft.optimizer, 4e-3, config.sft.steps)
 
-    config.reward_training.steps = 600
+    config.reward_training.steps = 900
     config.reward_training.rows = 32
     config.reward_training.row_length = 64
     _cosine(config.reward_training.optimizer, 2e-3, config.reward_training.steps)

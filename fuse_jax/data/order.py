@@ -7,6 +7,7 @@ a run resumed after an upgrade would then see other data.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import TypeVar
@@ -25,9 +26,15 @@ def permutation(size: int, *entropy: int) -> Int64[np.ndarray, "N"]:
     return np.argsort(np.asarray(words), kind="stable").astype(np.int64)
 
 
+@functools.lru_cache(maxsize=8)  # a batch asks for the same one or two epochs as the one before
 def epoch_order(size: int, seed: int, epoch: int) -> Int64[np.ndarray, "N"]:
-    """The order of a dataset's items in an epoch: each index once; a function of the arguments."""
-    return permutation(size, seed, epoch)
+    """The order of a dataset's items in an epoch: each index once; a function of the arguments.
+
+    Read-only, because it is shared.
+    """
+    order = permutation(size, seed, epoch)
+    order.flags.writeable = False
+    return order
 
 
 def sample_ids(iteration: int, count: int) -> Int32[np.ndarray, "N"]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fuse_jax.training.metrics import read_lines
 
@@ -21,11 +22,18 @@ def write_report(workdir: Path, report: dict[str, Any]) -> None:
     lines = read_lines(workdir / "metrics.jsonl")
     ppo = [line for line in lines if line["stage"] == "ppo"]
     held_out = [line for line in lines if line["stage"] == "eval"]
-    lengths = {
-        moment: report.get(f"response_lengths_{moment}", []) for moment in ("before", "after")
-    }
+    lengths = {}
+    if held_out:
+        ends = {"before": held_out[0]["step"], "after": held_out[-1]["step"]}
+        lengths = {moment: _response_lengths(workdir, step) for moment, step in ends.items()}
     if ppo or held_out:
         draw_report(ppo, held_out, lengths).savefig(workdir / "report.png", dpi=120)
+
+
+def _response_lengths(workdir: Path, step: int) -> list[int]:
+    """Response lengths of the sampled evaluation at `step`."""
+    lines = read_lines(workdir / "samples.jsonl")
+    return [line["length"] for line in lines if line["stage"] == "eval" and line["step"] == step]
 
 
 def draw_report(
@@ -62,6 +70,7 @@ def _finish(axes: Axes, title: str, unit: str) -> None:
     axes.set_xlabel("PPO iteration")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.25)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=9)
@@ -84,7 +93,8 @@ def _gold(axes: Axes, ppo: list[dict[str, Any]], held_out: list[dict[str, Any]])
 
 def _kl(axes: Axes, ppo: list[dict[str, Any]]) -> None:
     _plot(axes, ppo, "kl", "KL(actor ‖ reference)", color=SAMPLED)
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(-0.01, low), max(0.1, high))
     _finish(axes, "KL to the reference", "nats a response")
     steps, values = _series(ppo, "kl_coef")
     if len(set(values)) > 1:
@@ -118,8 +128,8 @@ def _share(values: list[int]) -> np.ndarray:
 
 
 def _losses(axes: Axes, ppo: list[dict[str, Any]]) -> None:
-    _plot(axes, ppo, "value_loss", "value loss", color=SAMPLED)
-    _plot(axes, ppo, "entropy", "entropy (nats)", color=GREEDY)
+    _plot(axes, ppo, "critic_loss", "critic loss", color=SAMPLED, marker=".")
+    _plot(axes, ppo, "entropy", "entropy (nats)", color=GREEDY, marker=".")
     _plot(axes, ppo, "clip_fraction", "clip fraction", color=PLAIN)
     axes.set_ylim(bottom=0)
     _finish(axes, "Update", "")

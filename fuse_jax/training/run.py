@@ -31,7 +31,6 @@ from fuse_jax.training.ppo_loop import PPOState, train_ppo
 from fuse_jax.training.ppo_parts import build_parts
 from fuse_jax.training.report import write_report
 from fuse_jax.training.reward_model import make_reward_step
-from fuse_jax.training.sample_table import read_lengths
 from fuse_jax.training.sft import make_sft_step
 from fuse_jax.training.state import create_state
 from fuse_jax.training.supervised import Stage, run_stage
@@ -202,8 +201,6 @@ def ppo_report(run: Run, state: PPOState, report: Report) -> Report:
         "skipped_updates": {name: int(n) for name, n in state.train.skipped.items()},
         "seconds": report["seconds"] | {k: round(v, 1) for k, v in progress.seconds.items()},
         "tokens_per_second": progress.generated_tokens / max(1e-9, progress.seconds["rollout"]),
-        "response_lengths_before": read_lengths(run, before["step"]),
-        "response_lengths_after": read_lengths(run, after["step"]),
     }
     if run.task.gold is not None:
         for name in ("gold", "greedy_gold", "auc"):

@@ -8,7 +8,6 @@ import numpy as np
 
 from fuse_jax.samples import Sample
 from fuse_jax.training.context import Run
-from fuse_jax.training.metrics import read_lines
 
 
 def log_samples(
@@ -31,9 +30,3 @@ def log_samples(
             row["gold"] = bool(gold(sample.prompt_tokens, sample.response_tokens))
         rows.append(row)
     run.log.samples(rows)
-
-
-def read_lengths(run: Run, step: int) -> list[int]:
-    """Response lengths of the sampled evaluation at `step`."""
-    lines = read_lines(run.log.samples_path)
-    return [line["length"] for line in lines if line["stage"] == "eval" and line["step"] == step]
