@@ -12,7 +12,7 @@ from fuse_jax.models import transformer
 from fuse_jax.models.hf import load_params
 from fuse_jax.models.transformer import Params
 from fuse_jax.placement.sharding import parameter_specs
-from fuse_jax.training.context import INIT_ACTOR, Role, Run
+from fuse_jax.training.context import INIT_ACTOR, Role, Run, refusing
 
 HEADS = {"actor": "lm", "reference": "lm", "critic": "scalar", "reward_model": "scalar"}
 
