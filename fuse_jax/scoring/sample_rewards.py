@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -26,6 +27,11 @@ def model_results(scored: Sequence[Scored]) -> list[RewardResult]:
     return results
 
 
+def count_excluded(results: Iterable[RewardResult]) -> collections.Counter[str]:
+    """How many results are not valid, by kind: timeout, exception, not finite, …"""
+    return collections.Counter(r.reason.split(":")[0] for r in results if not r.valid)
+
+
 class TextRewards:
     """A reward function applied to the text of samples; keyed by `sample_id`."""
 
@@ -41,12 +47,12 @@ class TextRewards:
         """
         self.function = function
         self._decode = decode
-        self._prompt_text = prompt_text or (lambda sample: decode(sample.prompt_tokens))
+        self._prompt_text = prompt_text or (lambda sample: decode(sample.prompt_tokens.tolist()))
 
     def submit(self, samples: Iterable[Sample]) -> None:
         """Ask for the samples' scores without waiting for them."""
         for sample in samples:
-            response = self._decode(sample.response_tokens)
+            response = self._decode(sample.response_tokens.tolist())
             self.function.submit(sample.sample_id, self._prompt_text(sample), response, sample.meta)
 
     def collect(self, samples: Iterable[Sample]) -> list[RewardResult]:

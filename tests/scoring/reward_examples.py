@@ -48,7 +48,7 @@ def misbehave(prompt, response, meta):
         "true": lambda: True,
         "integer": lambda: 3,
         "numpy": _numpy_scalar,
-        "grandchild": lambda: subprocess.run(["sleep", "3600.75"]),
+        "grandchild": lambda: subprocess.run(["sleep", meta["seconds"]]),
         "interrupt": _interrupt,
         "odd exception": _odd,
         "recursion": lambda: misbehave(prompt, response, meta),

@@ -100,11 +100,12 @@ def test_each_fault_excludes_its_own_sample(misbehave, prompt, score, reason):
 
 def test_endless_calls_are_killed_and_the_rest_goes_on():
     """Spinning in C never lets a Python signal handler or thread in; a child must go too."""
+    seconds = f"3600.{os.getpid()}"  # nobody else's
     hanging = ["spin", "spin in C", "grandchild", "sleep"]
     with RewardFunction(example("misbehave"), workers=2, timeout=1.5) as function:
         first = function._pool.processes()
         prompts = [p for h in hanging for p in (h, "fine")]
-        results = function.score([(prompt, "", {}) for prompt in prompts])
+        results = function.score([(prompt, "", {"seconds": seconds}) for prompt in prompts])
         assert [r.score for r in results[1::2]] == [4.0] * 4
         assert [r.reason for r in results[::2]] == ["timeout: longer than 1.5 s"] * 4
         assert all(1.5 <= r.seconds < 10 for r in results[::2])
@@ -115,7 +116,7 @@ def test_endless_calls_are_killed_and_the_rest_goes_on():
         assert not set(first) & set(later) and not any(alive(pid) for pid in first)
     assert not any(alive(pid) for pid in later)
     assert not {*first, *later} & children()  # no zombies either
-    assert not running("3600.75")  # the grandchild
+    assert not running(seconds)  # the grandchild
 
 
 def test_answer_beyond_the_limit_is_late_even_if_it_was_seen_in_time(monkeypatch):

@@ -9,7 +9,12 @@ import pytest
 from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Scored
 from fuse_jax.scoring.reward_function import RewardFunction
-from fuse_jax.scoring.sample_rewards import TextRewards, model_results, score_samples
+from fuse_jax.scoring.sample_rewards import (
+    TextRewards,
+    count_excluded,
+    model_results,
+    score_samples,
+)
 
 EXAMPLES = Path(__file__).with_name("reward_examples.py")
 
@@ -52,6 +57,7 @@ def test_a_score_that_is_not_finite_excludes_its_sample():
     assert [r.valid for r in results] == [True, False, False]
     assert all(math.isnan(r.score) for r in results[1:])
     assert [r.reason for r in results[1:]] == ["not finite: nan", "not finite: -inf"]
+    assert count_excluded(results) == {"not finite": 2}
     with pytest.raises(ValueError, match="column 'scores'"):
         model_results([Scored()])
 
