@@ -100,23 +100,37 @@ def test_every_bar_has_its_colour_where_it_runs(split, tmp_path, monkeypatch):
     if split:
         actor["weight_grad"] = 3
     plain = {"actor": actor, "critic": {**actor, "stages": 2}, "memory_cap": 9}
-    orders = draw_orders(random.Random(3), plain)
-    schedule, verdict = schedule_of(plain, orders), judge.check(plain, orders)
-    serial = schedule_of(plain, draw_orders(random.Random(4), plain))
+    drawn = [draw_orders(random.Random(seed), plain) for seed in (4, 3)]
+    serial, schedule = (schedule_of(plain, orders) for orders in drawn)
     image, axes = captured_plot(schedule, tmp_path / "g.png", monkeypatch, serial=serial, bound=9.0)
-    assert len(axes) == 3
-    for device, row in enumerate(orders):
-        for key in row:
-            # A quarter into the bar: clear of its edges, its number and the bound's line.
-            start, end = verdict.start[key] / judge.TICKS, verdict.end[key] / judge.TICKS
-            seen = pixel(image, axes[1], start + (end - start) / 4, device + 0.3)
-            wanted = to_rgb(plot.COLORS[key[0], key[3]])
-            assert np.abs(seen - wanted).max() < 0.02, key
+    assert len({axis.get_xlim() for axis in axes}) == 1 and len(axes) == 3
+    for axis, orders in zip(axes, drawn):
+        verdict = judge.check(plain, orders)
+        for device, row in enumerate(orders):
+            for key in row:
+                # A quarter into the bar: clear of its edges, its number and the bound's line.
+                start, end = verdict.start[key] / judge.TICKS, verdict.end[key] / judge.TICKS
+                seen = pixel(image, axis, start + (end - start) / 4, device + 0.3)
+                wanted = to_rgb(plot.COLORS[key[0], key[3]])
+                assert np.abs(seen - wanted).max() < 0.02, key
     device = int(schedule.peaks().argmax())
     peak_time, peak = max(verdict.memory[device], key=lambda step: step[1])
     at = peak_time / judge.TICKS + 0.5
     assert pixel(image, axes[2], at, peak / judge.QUANTA * 1.05).min() > 0.9  # nothing above it
     assert pixel(image, axes[2], at, 0.2).min() < 0.8
+
+
+def test_colours_tell_model_and_kind_apart():
+    """Also in grey: within a model each kind is clearly darker than the one before."""
+    for model in ("actor", "critic"):
+        light = [
+            float(np.dot(to_rgb(plot.COLORS[model, kind]), (0.2126, 0.7152, 0.0722)))
+            for kind in "FBW"
+        ]
+        assert light[0] > light[1] + 0.2 and light[1] > light[2] + 0.15, (model, light)
+    for kind in "FBW":
+        actor, critic = (np.array(to_rgb(plot.COLORS[m, kind])) for m in ("actor", "critic"))
+        assert actor[2] - actor[0] > 0.25 and critic[0] - critic[2] > 0.25  # blue, orange
 
 
 def test_large_schedules_draw_fast(tmp_path):
