@@ -61,13 +61,14 @@ def test_corrupted_is_never_right_and_always_fits(problem, seed):
 
 
 def test_every_kind_of_corruption_occurs():
-    prompt = TASK.prompt_tokens(Problem(start=20, step=2, floor=4))
+    prompt = TASK.prompt_tokens(Problem(start=31, step=3, floor=1))
+    # No slip is a multiple of 3, so none looks like an omission.
     good, rng = TASK.clean(prompt)[:-1], np.random.default_rng(0)
     bads = [TASK.corrupted(prompt, rng)[:-1] for _ in range(600)]
     early = sum(bad == good[: len(bad)] for bad in bads)
     beyond = sum(bad[: len(good)] == good for bad in bads)
     omitted = sum(len(b) == len(good) - 1 and set(b) < set(good) and b != good[:-1] for b in bads)
-    carried = sum(len(b) > 2 and b[:1] != good[:1] and b[1] == b[0] - 2 for b in bads)
+    carried = sum(len(b) > 2 and b[:1] != good[:1] and b[1] == b[0] - 3 for b in bads)
     for kind, share in ((early, 1 / 6), (beyond, 1 / 12), (omitted, 1 / 12)):
         assert 0.6 * share < kind / len(bads) < 1.8 * share
     assert carried > 10
@@ -78,8 +79,9 @@ def test_demonstrations_are_right_about_half_the_time():
     made = TASK.demonstrations(4000, rng, prompts=prompts)
     right = np.mean([TASK.gold(d.prompt_tokens, d.response_tokens) for d in made])
     assert abs(right - 0.529) < 0.03  # mean over problems of .86^n · .96^(n-1)
-    clean = TASK.demonstrations(50, rng, slip=0.0, early_stop=0.0)
-    assert all(TASK.gold(d.prompt_tokens, d.response_tokens) for d in clean)
+    for task in (TASK, LONGER_PROMPTS):
+        clean = task.demonstrations(50, rng, slip=0.0, early_stop=0.0)
+        assert all(task.gold(d.prompt_tokens, d.response_tokens) for d in clean)
     stopped = TASK.demonstrations(200, rng, slip=0.0, early_stop=0.99)
     assert np.mean([len(d.response_tokens) == 2 for d in stopped]) > 0.95
     assert all(len(d.response_tokens) <= TASK.max_response for d in made)

@@ -36,10 +36,12 @@ def test_every_kind_gives_the_same_rows(tmp_path, name):
     assert rows[1].where.startswith(str(tmp_path / name) + ":") and rows[1].where.endswith("2")
 
 
-def test_blank_lines_and_byte_order_mark(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \n{"a": 2}')
-    assert [(row.where[-2:], row.fields["a"]) for row in read_rows(file)] == [(":1", 1), (":4", 2)]
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_blank_lines_and_byte_order_mark(tmp_path, name):
+    data = b'\xef\xbb\xbf{"a": 1}\n\n  \n{"a": 2}'
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    rows = [(row.where[-2:], row.fields["a"]) for row in read_rows(tmp_path / name)]
+    assert rows == [(":1", 1), (":4", 2)]
 
 
 def test_directories_globs_and_lists_are_sorted(tmp_path):

@@ -36,6 +36,8 @@ def test_templated_prompt_has_one_bos_and_no_eos(chat_tokenizer):
     assert ids.count(BOS) == 1 and EOS not in ids
     (twice,) = chat_tokenizer.encode_prompts(["<s>" + text], templated=True)
     assert twice == ids
+    (as_written,) = chat_tokenizer.encode_prompts(["<|user|>hi"], templated=True)
+    assert as_written[0] == USER  # a template without BOS gets none: the model never saw one
 
 
 def test_prompt_may_end_in_another_stop_id(chat_tokenizer):
