@@ -240,7 +240,14 @@ class Engine:
 
     def place(self, rows: Rows) -> Rows:
         """`rows` moved to this engine's devices (no copy if they are there already)."""
-        return jax.device_put(rows, _shardings(self))
+        return jax.device_put(rows, self.row_shardings())
+
+    def row_shardings(self) -> Rows:
+        """Rows over (data, fsdp), key/value heads over tensor where it divides them."""
+        heads = kv_heads_axis(self.arch, self.mesh)
+        cache = NamedSharding(self.mesh, P(None, None, ROW_AXES, heads))
+        row = NamedSharding(self.mesh, P(ROW_AXES))
+        return Rows(cache, cache, *[row] * (len(Rows._fields) - 2))  # type: ignore[arg-type]
 
     def _check_rows(self, rows: int, function: str) -> None:
         if rows != self.rollout.prefill_rows:
@@ -253,17 +260,9 @@ class Engine:
 # ---------------------------------------------------------------------- shardings
 
 
-def _shardings(engine: Engine) -> Rows:
-    """Rows over (data, fsdp), key/value heads over tensor where it divides them."""
-    heads = kv_heads_axis(engine.arch, engine.mesh)
-    cache = NamedSharding(engine.mesh, P(None, None, ROW_AXES, heads))
-    row = NamedSharding(engine.mesh, P(ROW_AXES))
-    return Rows(cache, cache, *[row] * (len(Rows._fields) - 2))  # type: ignore[arg-type]
-
-
 def _placed(engine: Engine, rows: Rows) -> Rows:
     """`rows` where they belong: every function returns the same shardings, so none recompiles."""
-    return jax.tree.map(jax.lax.with_sharding_constraint, rows, _shardings(engine))
+    return jax.tree.map(jax.lax.with_sharding_constraint, rows, engine.row_shardings())
 
 
 def _placed_rows(engine: Engine, *arrays: Array) -> tuple[Array, ...]:
