@@ -223,13 +223,16 @@ def report_text(report: Report) -> str:
     """The report in a few lines for a terminal."""
     lines = []
 
-    def pair(label: str, name: str, form: Callable[[float], str] = "{:.3f}".format) -> None:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    def pair(label: str, name: str) -> None:
         if f"{name}_before" in report:
             before, after = report[f"{name}_before"], report[f"{name}_after"]
-            lines.append(f"  {label:<28}{form(before)} -> {form(after)}")
+            lines.append(f"  {label:<30}{number(before)} -> {number(after)}")
 
     if "reward_model_accuracy" in report:
-        lines.append(f"  {'reward model, held-out pairs':<28}{report['reward_model_accuracy']:.3f}")
+        lines.append(f"  {'reward model, held-out pairs':<30}{report['reward_model_accuracy']:.3f}")
     pair("gold, sampled", "gold")
     pair("gold, greedy", "greedy")
     pair("reward, sampled", "reward")
@@ -237,12 +240,12 @@ def report_text(report: Report) -> str:
     pair("AUC of reward for gold", "auc")
     if "kl" in report:
         lines.append(
-            f"  {'KL, nats a response':<28}{report['kl']:.2f} (max {report['kl_max']:.2f})"
+            f"  {'KL, nats a response':<30}{report['kl']:.2f} (max {report['kl_max']:.2f})"
         )
-        lines.append(f"  {'generated tokens/s':<28}{report['tokens_per_second']:.0f}")
+        lines.append(f"  {'generated tokens/s':<30}{report['tokens_per_second']:.0f}")
     if report.get("stopped"):
         lines.append(f"  stopped: {report['stopped']}")
     seconds = ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items())
-    lines.append(f"  {'seconds':<28}{seconds}")
-    lines.append(f"  {'peak memory':<28}{report['peak_rss_bytes'] / 2**30:.2f} GiB")
+    lines.append(f"  {'seconds':<30}{seconds}")
+    lines.append(f"  {'peak memory':<30}{report['peak_rss_bytes'] / 2**30:.2f} GiB")
     return "\n".join(["", "report", *lines])

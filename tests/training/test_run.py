@@ -1,0 +1,269 @@
+"""The whole loop on a tiny run: files it leaves, lr = 0, control, resume, kill -9, compilation."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from fuse_jax.config_read import ConfigError, default_config
+from fuse_jax.training.metrics import read_lines
+from fuse_jax.training.run import report_text, train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tiny() -> ConfigDict:
+    """Seconds, not minutes: two of everything."""
+    config = default_config()
+    model = config.model
+    model.vocab_size, model.hidden_size, model.intermediate_size = 72, 16, 24
+    model.num_layers, model.head_dim = 1, 8
+    config.rollout.max_prompt_length = 3
+    config.rollout.slots = config.rollout.prefill_rows = 8
+    config.compute.sequence_buckets = "16,40"
+    config.compute.micro_batch_tokens = config.compute.scoring_tokens = 320
+    config.sft.steps, config.sft.rows = 4, 8
+    config.reward_training.steps, config.reward_training.rows = 4, 8
+    config.reward_training.max_pairs = 32
+    config.ppo.iterations, config.ppo.prompts_per_iteration = 4, 16
+    config.ppo.minibatches = 2
+    config.ppo.critic_warmup = 1
+    config.evaluation.prompts, config.evaluation.every = 16, 2
+    config.checkpoint.every = 1
+    config.mesh.data = 1
+    config.data.limit = 400
+    return config
+
+
+def numbers(workdir: Path) -> list[dict]:
+    """metrics.jsonl without what is time."""
+    rows = read_lines(workdir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+
+def parameters(workdir: Path) -> dict[str, bytes]:
+    """Bytes of every exported weight file."""
+    return {
+        str(path.relative_to(workdir)): path.read_bytes()
+        for path in sorted((workdir / "models").rglob("*.safetensors"))
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run") / "undisturbed"
+    return workdir, train(tiny(), workdir)
+
+
+def test_what_a_run_leaves(undisturbed):
+    workdir, report = undisturbed
+    stored = json.loads((workdir / "report.json").read_text())
+    for name in ("gold", "greedy", "reward"):
+        assert {f"{name}_before", f"{name}_after"} <= stored.keys()
+    assert stored["iterations"] == 4
+    assert {"sft", "reward_model", "rollout", "scoring", "update"} <= stored["seconds"].keys()
+    assert (workdir / "report.png").stat().st_size > 10_000
+    assert list((workdir / "tensorboard").iterdir())
+    assert "gold, sampled" in report_text(report)
+    rows = read_lines(workdir / "samples.jsonl")
+    assert {"prompt", "response", "score", "step"} <= rows[0].keys()
+    steps = [row["step"] for row in read_lines(workdir / "metrics.jsonl") if row["stage"] == "ppo"]
+    assert steps == [0, 1, 2, 3]
+    evaluated = [r["step"] for r in read_lines(workdir / "metrics.jsonl") if r["stage"] == "eval"]
+    assert evaluated == [0, 2, 4]
+    for name in ("sft", "reward_model", "actor", "critic", "best_actor"):
+        assert (workdir / "models" / name / "config.json").exists()
+
+
+def test_every_prompt_of_an_epoch_is_asked_once(undisturbed):
+    workdir, _ = undisturbed
+    prompts = [
+        row["prompt"] for row in read_lines(workdir / "samples.jsonl") if row["stage"] == "ppo"
+    ]
+    assert len(prompts) == len(set(prompts))
+
+
+def test_sampler_and_trainer_agree(undisturbed):
+    workdir, _ = undisturbed
+    first = next(row for row in numbers(workdir) if row["stage"] == "ppo")
+    assert first["log_prob_drift_max"] < 1e-5
+
+
+def test_a_second_run_is_bit_equal(undisturbed, tmp_path):
+    workdir, _ = undisturbed
+    train(tiny(), tmp_path / "again")
+    assert numbers(tmp_path / "again") == numbers(workdir)
+    assert parameters(tmp_path / "again") == parameters(workdir)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 2, 3])
+def test_resume_is_bit_equal_from_every_iteration(undisturbed, tmp_path, monkeypatch, stop_after):
+    from fuse_jax.training import ppo_loop
+
+    workdir, _ = undisturbed
+    iterate = ppo_loop.iterate
+
+    def dying(run, parts, state):
+        if state.progress.iteration == stop_after:
+            raise Killed
+        return iterate(run, parts, state)
+
+    monkeypatch.setattr(ppo_loop, "iterate", dying)
+    with pytest.raises(Killed):
+        train(tiny(), tmp_path / "run")
+    monkeypatch.setattr(ppo_loop, "iterate", iterate)
+    train(tiny(), tmp_path / "run", resume=True)
+    assert numbers(tmp_path / "run") == numbers(workdir)
+    assert parameters(tmp_path / "run") == parameters(workdir)
+
+
+def test_resume_of_a_finished_run_changes_nothing(undisturbed):
+    workdir, report = undisturbed
+    before = numbers(workdir), parameters(workdir)
+    again = train(tiny(), workdir, resume=True)
+    assert (numbers(workdir), parameters(workdir)) == before
+    assert again["gold_after"] == report["gold_after"]
+
+
+def test_another_run_is_not_overwritten(undisturbed):
+    workdir, _ = undisturbed
+    with pytest.raises(ConfigError, match="--resume"):
+        train(tiny(), workdir)
+    changed = tiny()
+    changed.ppo.gamma = 0.5
+    with pytest.raises(ConfigError, match=r"ppo.gamma=0.5.*1.0"):
+        train(changed, workdir, resume=True)
+
+
+def test_learning_rate_zero_changes_no_bit(tmp_path):
+    config = tiny()
+    config.ppo.actor_optimizer.learning_rate = config.ppo.critic_optimizer.learning_rate = 0.0
+    config.rollout.temperature = 0.7
+    config.ppo.iterations, config.ppo.critic_warmup = 2, 0
+    train(config, tmp_path)
+    exported = parameters(tmp_path)
+    assert exported["models/actor/model.safetensors"] == exported["models/sft/model.safetensors"]
+    for row in (row for row in numbers(tmp_path) if row["stage"] == "ppo"):
+        assert abs(row["ratio_max"] - 1) < 1e-5
+        assert row["log_ratio_abs_max"] < 1e-5
+        assert abs(row["kl"]) < 1e-4
+
+
+def test_stages_run_alone_from_exported_directories(undisturbed, tmp_path):
+    workdir, report = undisturbed
+    config = tiny()
+    config.stages = "ppo"
+    config.actor.path = str(workdir / "models" / "sft")
+    config.reward_model.path = str(workdir / "models" / "reward_model")
+    alone = train(config, tmp_path)
+    assert alone["gold_before"] == report["gold_before"]
+    assert alone["reward_after"] == pytest.approx(report["reward_after"], abs=1e-5)
+
+
+def test_precompiled_run_compiles_nothing_later(tmp_path, caplog):
+    config = tiny()
+    config.compute.precompile = True
+    train(config, tmp_path)
+    late = [row["late_compilations"] for row in numbers(tmp_path) if row["stage"] == "ppo"]
+    assert late == [0, 0, 0, 0]
+
+
+def excluding_reward(prompt: str, response: str, meta: dict) -> float:
+    """Scores even lengths, fails on the rest."""
+    if len(response.split()) % 2:
+        raise RuntimeError("odd")
+    return float(len(response.split()))
+
+
+@pytest.mark.filterwarnings("ignore:the reward function runs in this process")
+def test_failed_rewards_are_counted_and_shown(tmp_path, capsys):
+    config = tiny()
+    config.stages = "sft,ppo"
+    config.reward.source = "function"
+    config.critic.init = "actor"
+    config.ppo.iterations = 1
+    report = train(config, tmp_path, reward_function=excluding_reward)
+    row = next(row for row in numbers(tmp_path) if row["stage"] == "ppo")
+    assert 0 < row["excluded"] < 16
+    assert report["excluded"] == row["excluded"]
+    assert "RuntimeError: odd" in capsys.readouterr().out
+
+
+def test_shuffled_control_keeps_the_scores_and_moves_them(tmp_path, undisturbed):
+    config = tiny()
+    config.reward.control = "shuffled"
+    config.ppo.iterations = 1
+    train(config, tmp_path)
+    plain = next(row for row in numbers(undisturbed[0]) if row["stage"] == "ppo")
+    shuffled = next(row for row in numbers(tmp_path) if row["stage"] == "ppo")
+    assert shuffled["score"] == plain["score"]
+    assert shuffled["reward"] == pytest.approx(plain["reward"], abs=1e-6)
+    assert shuffled["return_mean"] != plain["return_mean"]
+
+
+def test_kl_blow_up_stops_the_run_and_keeps_the_best(tmp_path):
+    config = tiny()
+    config.ppo.kl.stop_above = 1e-12
+    config.ppo.actor_optimizer.learning_rate = 0.05
+    config.ppo.critic_warmup = 0
+    report = train(config, tmp_path)
+    assert "ppo.kl.stop_above" in report["stopped"]
+    assert report["iterations"] < 4
+    assert (tmp_path / "models" / "best_actor").is_dir()
+
+
+LAUNCHER = """
+import sys
+sys.path.insert(0, {here!r})
+from test_run import tiny, train
+train(tiny(), {workdir!r}, resume=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_kill_9_at_random_moments(undisturbed, tmp_path, seed):
+    workdir, _ = undisturbed
+    script = LAUNCHER.format(here=str(Path(__file__).parent), workdir=str(tmp_path / "run"))
+    rng = np.random.default_rng(seed)
+    for _ in range(40):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + rng.uniform(4, 25)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+        if process.wait() == 0:
+            break
+    assert process.returncode == 0
+    assert numbers(tmp_path / "run") == numbers(workdir)
+    assert parameters(tmp_path / "run") == parameters(workdir)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
+def test_meshes_agree_with_one_device(undisturbed, tmp_path, mesh):
+    workdir, _ = undisturbed
+    config = tiny()
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = mesh
+    train(config, tmp_path)
+    one = [row for row in numbers(workdir) if row["stage"] in ("ppo", "eval")]
+    many = [row for row in numbers(tmp_path) if row["stage"] in ("ppo", "eval")]
+    for a, b in zip(one, many, strict=True):
+        for name in ("score", "kl", "length_mean", "gold", "critic_loss"):
+            if name in a:
+                assert b[name] == pytest.approx(a[name], abs=1e-4), (name, a["step"])
