@@ -1,7 +1,7 @@
 """A Hugging Face directory in and out, streamed.
 
-Reading fills the target's shards piece by piece, so the host holds them and a few pieces of
-`PIECE_BYTES`, never a whole model twice. Nothing is ever unpickled.
+Reading fills the target's shards piece by piece (`streaming.py`), so the host holds them and a few
+small pieces, never a whole model twice. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from absl import logging
 from jax import Array
 from jax.sharding import Sharding
 
-from fuse_jax.models import families, safetensors_io
+from fuse_jax.models import families, safetensors_io, streaming
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.models.families import Head, Leaf, parameter_shapes
 from fuse_jax.models.hf_config import (
@@ -33,12 +33,11 @@ from fuse_jax.models.hf_config import (
     read_architecture,
     read_config,
 )
-from fuse_jax.models.safetensors_io import Bounds, Planned, Stored
+from fuse_jax.models.safetensors_io import Planned, Stored
 from fuse_jax.models.transformer import Params
 
 __all__ = ["architecture_of", "load_params", "parameter_shapes", "read_architecture", "save_params"]
 
-PIECE_BYTES = 2 << 20  # of a tensor on its way into its shard
 WRITTEN = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 # What makes up a tokenizer, if it is there. Weights and code are never copied.
 TOKENIZER_FILES = (
@@ -69,7 +68,7 @@ def load_params(
     uncommitted. head: 'lm'; 'scalar' (`score.weight` `[1, D]`, `score.bias` taken as 0 if absent);
     'none' leaves the heads of the directory unread.
 
-    Host memory: the shards this process holds, and some pieces of `PIECE_BYTES` bytes.
+    Host memory: the shards this process holds, and a few pieces of `streaming.PIECE_BYTES`.
 
     Raises FileNotFoundError without safetensors, ValueError naming every tensor that is missing,
     unexpected, misshapen or of another dtype than bfloat16, float16 or float32.
@@ -83,7 +82,7 @@ def load_params(
     def fill(keys: Any, _: Any, sharding: Sharding | None = None) -> Array:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         sharding = shardings if one_for_all else sharding
-        return _fill_leaf(stored, wanted[path], sharding, dtype)
+        return streaming.fill(stored, wanted[path], sharding, dtype)
 
     trees = (shapes,) if one_for_all else (shapes, shardings)
     return jax.tree_util.tree_map_with_path(fill, *trees)
@@ -124,7 +123,8 @@ def _check_tensors(
     if ignored:
         logging.info("%s: %d tensors not needed: %s", directory, len(ignored), ", ".join(ignored))
     for name in zero:
-        if name in stored and np.any(safetensors_io.read(stored[name], name, _whole(zero[name]))):
+        whole = tuple((0, size) for size in zero[name])
+        if name in stored and np.any(safetensors_io.read(stored[name], name, whole)):
             raise ValueError(
                 f"tensor {name!r} in {stored[name].file} is not zero: a bias of the output "
                 "projection is not supported"
@@ -137,83 +137,6 @@ def _harmless(name: str, arch: Architecture, head: Head) -> bool:
     if head == "none":
         return not name.startswith("model.")
     return head == "lm" and arch.tie_embeddings and name == "lm_head.weight"
-
-
-def _whole(shape: tuple[int, ...]) -> Bounds:
-    return tuple((0, size) for size in shape)
-
-
-def _fill_leaf(
-    stored: Mapping[str, Stored], leaf: Leaf, sharding: Sharding | None, dtype: Any
-) -> Array:
-    if sharding is None:
-        return _fill_shard(stored, leaf, _whole(leaf.shape), None, dtype)
-    filled: dict[Bounds, Array] = {}
-    shards = []
-    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
-        assert index is not None
-        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
-        if bounds in filled:  # a replica: copied from its twin, not read again
-            shards.append(jax.device_put(filled[bounds], device))
-        else:
-            filled[bounds] = _fill_shard(stored, leaf, bounds, device, dtype)
-            shards.append(filled[bounds])
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
-
-
-def _fill_shard(
-    stored: Mapping[str, Stored], leaf: Leaf, bounds: Bounds, device: Any, dtype: Any
-) -> Array:
-    """The part of `leaf` between `bounds`, on one device."""
-    shape = [stop - start for start, stop in bounds]
-    if 4 * math.prod(shape) <= PIECE_BYTES:  # a small shard is made here: nothing to compile
-        small = np.zeros(shape, dtype)
-        for value, start in _values(stored, leaf, bounds):
-            value = value.T if leaf.transposed else value
-            ends = [first + size for first, size in zip(start[-value.ndim :], value.shape)]
-            place = tuple(slice(*span) for span in zip(start[-value.ndim :], ends))
-            small[(start[0], *place) if leaf.stacked else place] = value
-        return jnp.array(small, device=device)
-    target = jnp.zeros(shape, dtype, device=device)
-    for value, start in _values(stored, leaf, bounds):
-        target = _write_piece(target, value, np.array(start, np.int32), transposed=leaf.transposed)
-        target.block_until_ready()  # else pieces pile up behind the asynchronous writes
-    return target
-
-
-def _values(
-    stored: Mapping[str, Stored], leaf: Leaf, bounds: Bounds
-) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Pieces of a shard in their layout, and where each starts in the shard, in ours."""
-    inner = bounds[1:] if leaf.stacked else bounds
-    source = inner[::-1] if leaf.transposed else inner
-    for layer in range(*bounds[0]) if leaf.stacked else (0,):
-        name = leaf.names[layer]
-        if name not in stored:  # optional: stays 0
-            continue
-        for piece in _pieces(source):
-            start = [here[0] - origin[0] for here, origin in zip(piece, source, strict=True)]
-            start = start[::-1] if leaf.transposed else start
-            if leaf.stacked:
-                start = [layer - bounds[0][0], *start]
-            yield safetensors_io.read(stored[name], name, piece), start
-
-
-def _pieces(bounds: Bounds) -> Iterator[Bounds]:
-    """`bounds` cut along its first axis into pieces of about PIECE_BYTES (at 4 bytes a number)."""
-    (first, last), *others = bounds
-    row = 4 * math.prod(stop - start for start, stop in others)
-    step = max(1, PIECE_BYTES // max(1, row))
-    for start in range(first, last, step):
-        yield ((start, min(start + step, last)), *others)
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
-def _write_piece(target: Array, value: Array, start: Array, *, transposed: bool) -> Array:
-    """`target` with `value`, cast, at `start`; in place, as `target` is donated."""
-    value = value.T if transposed else value
-    value = value.astype(target.dtype).reshape((1,) * (target.ndim - value.ndim) + value.shape)
-    return jax.lax.dynamic_update_slice(target, value, tuple(start))
 
 
 def save_params(
