@@ -3,6 +3,7 @@
 import builtins
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
@@ -44,11 +45,13 @@ def test_blank_lines_and_byte_order_mark(tmp_path, name):
     assert rows == [(":1", 1), (":4", 2)]
 
 
-def test_directories_globs_and_lists_are_sorted(tmp_path):
+def test_directories_globs_and_lists_are_sorted(tmp_path, monkeypatch):
     for name in ("b.jsonl", "a.json", "deep/c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name)
     (tmp_path / "LICENSE").write_text("words")
+    listed = sorted(tmp_path.rglob("*"), reverse=True)
+    monkeypatch.setattr(Path, "rglob", lambda *_: iter(listed))  # as another file system may
     names = [f.name for f in find_files(tmp_path)]
     assert names == ["a.json", "b.jsonl", "c.jsonl"]
     assert [f.name for f in find_files(str(tmp_path / "**" / "*.jsonl"))] == ["b.jsonl", "c.jsonl"]

@@ -48,6 +48,7 @@ def test_tiny_file(tmp_path):
     pieces = [tokenizer.hf.decode([i]) for i in ids]
     assert pieces[0] == "ab" and "12" not in pieces and "<note>" in pieces  # digits stay single
     assert tokenizer.decode(ids) == text
+    assert tokenizer.encode(["<unk>"])[0] == [0] and tokenizer.decode([0]) == ""  # control token
     assert tokenizer.render_chat([{"role": "user", "content": "x"}]) == "x<end>"
     assert tokenizer.encode_prompts(["ab"], templated=False)[0][0] != 1
 
