@@ -41,6 +41,7 @@ class DataConfig:
     eval_preferences: str = ""
     demonstrations: str = ""
     limit: int = 0  # first n records of each file; 0 = all
+    held_out: int = 0  # prompts (pairs) kept from training where no eval_... file is named
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,30 @@ class Checkpoints:
         self._manager.close()
 
 
+def read_part(directory: Path, like: Any, step: int | None = None) -> tuple[int, Any]:
+    """Of the save `step` (newest if None) under `directory`, the arrays in `like` and no others.
+
+    `like`: a pytree of dicts and structs with shardings, part of what was saved. Writes nothing.
+    """
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(Path(directory).absolute(), options=options) as manager:
+        saved = sorted(manager.all_steps())
+        step = step if step is not None or not saved else saved[-1]
+        if step not in saved:
+            wanted = "no finished checkpoint" if step is None else f"no checkpoint {step}"
+            raise CheckpointError(f"{directory}: {wanted} here, only {saved}")
+        arrays = ocp.args.PyTreeRestore(
+            item=like,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(like),
+            partial_restore=True,
+        )
+        try:
+            restored = manager.restore(step, args=ocp.args.Composite(arrays=arrays))
+        except (ValueError, KeyError, FileNotFoundError) as error:
+            raise CheckpointError(f"{directory}/{step}: unreadable ({error})") from error
+    return step, restored["arrays"]
+
+
 def _abstract(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x

@@ -8,13 +8,22 @@ from typing import Any, NoReturn
 from fuse_jax.buckets import automatic_lengths
 from fuse_jax.config import STAGES, Config
 from fuse_jax.config_read import ConfigError
+from fuse_jax.data.files import find_files
+from fuse_jax.data.records import DataError
 from fuse_jax.placement.mesh import mesh_sizes
 from fuse_jax.placement.sharding import check_divisible
+from fuse_jax.training.optimizers import planned_updates
 
 
 def check_config(config: Config, *, device_count: int) -> None:
     """Refuse, before anything loads, what cannot run on `device_count` devices."""
-    for check in (_stages, _ranges, _sampling, _kl, _files, _lengths):
+    _stages(config)
+    check_settings(config, device_count=device_count)
+
+
+def check_settings(config: Config, *, device_count: int) -> None:
+    """The same for a configuration that may have no stage at all (evaluation)."""
+    for check in (_ranges, _warmups, _sampling, _kl, _files, _lengths):
         check(config)
     check_mesh(config, device_count)
 
@@ -84,6 +93,7 @@ _AT_LEAST: dict[str, float] = {
     "evaluation.samples_per_prompt": 1,
     "evaluation.samples_shown": 0,
     "data.limit": 0,
+    "data.held_out": 0,
 }
 _ABOVE_ZERO = (
     "reward.timeout",
@@ -141,6 +151,21 @@ def _ranges(config: Config) -> None:
         )
 
 
+def _warmups(config: Config) -> None:
+    """A warm-up that does not end before its stage does."""
+    planned = planned_updates(config.ppo)
+    updates = {
+        "sft": {"sft.optimizer": config.sft.steps},
+        "reward_model": {"reward_training.optimizer": config.reward_training.steps},
+        "ppo": {f"ppo.{name}_optimizer": count for name, count in planned.items()},
+    }
+    for stage in config.stages:
+        for name, count in updates[stage].items():
+            warmup = setting(config, f"{name}.warmup_steps")
+            if warmup and warmup >= count:
+                _refuse(f"{name}.warmup_steps", warmup, f"lower it: there are {count} updates")
+
+
 def _sampling(config: Config) -> None:
     rollout = config.rollout
     if not 0 < rollout.top_p <= 1:
@@ -179,15 +204,29 @@ def _files(config: Config) -> None:
         if value and not Path(value).is_dir():
             _refuse(key, value, "no such directory: give a local Hugging Face model directory")
     if config.data.task != "files":
+        if config.data.held_out:
+            _refuse("data.held_out", config.data.held_out, "the built-in task has its own split")
         return
     needed = {"sft": "demonstrations", "reward_model": "preferences", "ppo": "prompts"}
     for stage in config.stages:
         if not getattr(config.data, needed[stage]):
             _refuse(f"data.{needed[stage]}", "", f"stage {stage} reads it: name a file or glob")
+    for key in ("prompts", "eval_prompts", "preferences", "eval_preferences", "demonstrations"):
+        value = getattr(config.data, key)
+        try:
+            if value:
+                find_files(value)
+        except DataError as error:
+            raise ConfigError(f"data.{key}={value!r}: {error}") from error
     if not config.tokenizer and not config.actor.path:
         _refuse("tokenizer", "", "data.task=files needs a tokenizer: give its HF directory")
-    if "ppo" in config.stages and not config.data.eval_prompts:
-        _refuse("data.eval_prompts", "", "held-out evaluation reads it: name a file or glob")
+    if "ppo" in config.stages and not config.data.eval_prompts and not config.data.held_out:
+        _refuse(
+            "data.eval_prompts",
+            "",
+            "held-out evaluation reads it: name a file or glob, or keep some of data.prompts from "
+            "training with data.held_out",
+        )
 
 
 def longest_sequence(config: Config) -> int:

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fuse_jax.config import Config
-from fuse_jax.config_read import ConfigError
+from fuse_jax.config_read import ConfigError, read_config
 from fuse_jax.models.architecture import Architecture
+from fuse_jax.models.families import HEAD_NAMES
 from fuse_jax.models.hf import read_architecture
+from fuse_jax.models.safetensors_io import find_tensors
 from fuse_jax.placement.mesh import make_mesh
 from fuse_jax.placement.sharding import check_divisible
 from fuse_jax.training.checkpoint import Checkpoints
@@ -77,6 +79,7 @@ def open_run(config: Config, workdir: Path, *, resume: bool, say: Callable[[str]
     for role, arch in archs.items():
         with refusing(role):
             check_divisible(arch, config.mesh)
+    check_score_head(config)
     claim(config, workdir, resume=resume)
     task = build_task(config, say)
     for role, arch in archs.items():
@@ -109,6 +112,25 @@ def _read(key: str, path: str) -> Architecture | None:
         return None
     with refusing(f"{key}={path!r}"):
         return read_architecture(Path(path))
+
+
+def check_score_head(config: Config) -> None:
+    """Refuse a reward model that no stage trains and that has no head to score with."""
+    path = config.reward_model.path
+    if not path or "reward_model" in config.stages:
+        return
+    with refusing(f"reward_model.path={path!r}"):
+        if not has_score_head(path):
+            raise ValueError(
+                "a plain language model, without score.weight: give a reward model (a "
+                "...ForSequenceClassification with one label), or train this one: add reward_model "
+                "to stages"
+            )
+
+
+def has_score_head(path: str | Path) -> bool:
+    """Whether a Hugging Face directory holds a model with a scalar head. Reads no weights."""
+    return HEAD_NAMES["scalar"]["head/kernel"] in find_tensors(path)
 
 
 @contextlib.contextmanager
@@ -147,6 +169,21 @@ def claim(config: Config, workdir: Path, *, resume: bool) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(settings, indent=1) + "\n")
     partial.replace(path)
+
+
+def read_run_config(workdir: Path) -> Config:
+    """The settings of the run in `workdir`. Raises ConfigError where there is none."""
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"--workdir={workdir}: {path.name} is missing: name a run's directory")
+    settings: dict[str, Any] = {}
+    for key, value in json.loads(path.read_text()).items():
+        *groups, name = key.split(".")
+        group = settings
+        for part in groups:
+            group = group.setdefault(part, {})
+        group[name] = value
+    return read_config(settings)
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

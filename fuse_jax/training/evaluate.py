@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from fuse_jax.models.transformer import Params
+from fuse_jax.samples import Sample
 from fuse_jax.training.context import Run
 from fuse_jax.training.ppo_parts import PPOParts
 from fuse_jax.training.reward_model import auc
@@ -25,17 +28,33 @@ def evaluate(run: Run, parts: PPOParts, actor: Params, iteration: int) -> dict[s
         ids = np.arange(len(asked), dtype=np.int32)
         samples = parts.generate_eval(actor, asked, ids, greedy=greedy)
         scores, valid = parts.scores(samples)
-        lengths = np.array([len(sample.response_tokens) for sample in samples])
-        values[f"{prefix}score"] = float(scores[valid].mean()) if valid.any() else float("nan")
-        values[f"{prefix}excluded"] = float((~valid).sum())
-        values[f"{prefix}length_mean"] = float(lengths.mean())
-        values[f"{prefix}length_p99"] = float(np.percentile(lengths, 99))
-        values[f"{prefix}truncated"] = float(sum(sample.truncated for sample in samples))
-        if run.task.gold is not None:
-            pairs = zip(asked, samples)
-            right = np.array([run.task.gold(p.tokens, s.response_tokens) for p, s in pairs])
-            values[f"{prefix}gold"] = float(right.mean())
-            values[f"{prefix}auc"] = float(auc(scores[valid], right[valid]))
+        found = summary(samples, scores, valid, run.task.gold)
+        values |= {f"{prefix}{name}": value for name, value in found.items()}
         log_samples(run, f"{prefix}eval", iteration, samples, scores)
     values["prompts"] = float(len(pool))
+    return values
+
+
+def summary(
+    samples: Sequence[Sample],
+    scores: np.ndarray,
+    valid: np.ndarray,
+    gold: Callable[[Sequence[int], Sequence[int]], bool] | None,
+) -> dict[str, float]:
+    """Score (of valid samples), exclusions, lengths, truncations; gold and auc where there is one.
+
+    NaN where nothing is left to average.
+    """
+    lengths = np.array([len(sample.response_tokens) for sample in samples])
+    values = {
+        "score": float(scores[valid].mean()) if valid.any() else float("nan"),
+        "excluded": float((~valid).sum()),
+        "length_mean": float(lengths.mean()),
+        "length_p99": float(np.percentile(lengths, 99)),
+        "truncated": float(sum(sample.truncated for sample in samples)),
+    }
+    if gold is not None:
+        right = np.array([gold(one.prompt_tokens, one.response_tokens) for one in samples])
+        values["gold"] = float(right.mean())
+        values["auc"] = float(auc(scores[valid], right[valid]))
     return values

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from fuse_jax.data.tokenizer import Vocabulary
 from fuse_jax.models import transformer
-from fuse_jax.models.hf import load_params
+from fuse_jax.models.architecture import Architecture
+from fuse_jax.models.hf import load_params, save_params
 from fuse_jax.models.transformer import Params
 from fuse_jax.placement.sharding import parameter_specs
-from fuse_jax.training.context import INIT_ACTOR, Role, Run, refusing
+from fuse_jax.training.context import INIT_ACTOR, Role, Run, has_score_head, refusing
 
 HEADS = {"actor": "lm", "reference": "lm", "critic": "scalar", "reward_model": "scalar"}
 
@@ -35,6 +37,18 @@ def load(run: Run, role: Role, path: str) -> Params:
         return load_params(Path(path), run.archs[role], shardings(run, role), head=head)
 
 
+def load_scored(run: Run, role: Role, path: str) -> Params:
+    """A critic or reward model that is to be trained: a plain language model is taken as its trunk,
+    with a head that gives 0 everywhere."""
+    if has_score_head(path):
+        return load(run, role, path)
+    run.say(f"{role}.path={path!r} is a plain language model: its trunk gets a fresh scalar head")
+    places = {name: place for name, place in shardings(run, role).items() if name != "head"}
+    with refusing(f"{role}.path={path!r}"):
+        trunk = load_params(Path(path), run.archs[role], places, head="none")
+    return {**trunk, "head": transformer.scalar_head(run.archs[role])}
+
+
 def initial_actor(run: Run) -> Params:
     """The actor before any training here."""
     if run.config.actor.path:
@@ -53,7 +67,7 @@ def initial_reference(run: Run, actor: Params) -> Params:
 def initial_reward_model(run: Run, actor: Params) -> Params:
     """The reward model before its training: its own directory, or the actor's trunk, scoring 0."""
     path = run.config.reward_model.path
-    return load(run, "reward_model", path) if path else with_scalar_head(run, actor)
+    return load_scored(run, "reward_model", path) if path else with_scalar_head(run, actor)
 
 
 def initial_critic(
@@ -66,7 +80,7 @@ def initial_critic(
     """
     config = run.config.critic
     if config.path:
-        return load(run, "critic", config.path)
+        return load_scored(run, "critic", config.path)
     if config.init == "actor" or reward_model is None:
         return with_scalar_head(run, actor)
     critic = copy(reward_model)
@@ -81,6 +95,32 @@ def with_scalar_head(run: Run, trunk: Params) -> Params:
     """A copy of `trunk` whose head gives 0 everywhere."""
     params = copy({name: leaf for name, leaf in trunk.items() if name != "head"})
     return {**params, "head": transformer.scalar_head(run.archs["actor"])}
+
+
+def write(
+    directory: Path,
+    role: Role,
+    arch: Architecture,
+    params: Params,
+    *,
+    dtype: Literal["float32", "bfloat16"],
+    vocabulary: Vocabulary,
+    tokenizer_path: str,
+) -> None:
+    """A model as a Hugging Face directory, with the tokenizer's files if it has any."""
+    stops = list(vocabulary.stop_token_ids)
+    save_params(
+        directory,
+        arch,
+        params,
+        dtype=dtype,
+        head="scalar" if HEADS[role] == "scalar" else "lm",
+        source=tokenizer_path or None,
+        token_ids={
+            "eos_token_id": stops if len(stops) > 1 else stops[0],
+            "pad_token_id": vocabulary.pad_token_id,
+        },
+    )
 
 
 def copy(params: Params) -> Params:

@@ -5,7 +5,7 @@ Frozen models (reference, reward model) live here; what changes lives in `PPOSta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -159,14 +159,7 @@ class PPOParts:
 
     def scores(self, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
         """Raw scores `[N]` of the reward source, and which of them are valid."""
-        if self.text_rewards is not None:
-            self.text_rewards.submit(samples)
-            results = self.text_rewards.collect(samples)
-        else:
-            assert self.rewarder is not None
-            results = model_results(self.rewarder.score(samples, self._models(None)))
-        scores = np.array([result.score for result in results], np.float32)
-        return scores, np.array([result.valid for result in results])
+        return raw_scores(samples, self.text_rewards, self.rewarder, self._models(None))
 
     # ------------------------------------------------------------------ update
 
@@ -195,7 +188,7 @@ def build_parts(
     columns: list[Column] = ["ref_log_probs", "values"]
     columns += ["scores"] if uses_model else []
     columns += ["full_kl"] if config.ppo.kl.estimator == "full" else []
-    scorer = partial(_scorer, run)
+    scorer = partial(make_scorer, run)
     generator = Generator(run)
     parts = PPOParts(
         run=run,
@@ -204,7 +197,7 @@ def build_parts(
         scorer=scorer(columns),
         rewarder=scorer(["scores"]) if uses_model else None,
         checker=scorer(["log_probs"]),
-        text_rewards=None if uses_model else _text_rewards(run, reward_function),
+        text_rewards=None if uses_model else make_text_rewards(run, reward_function),
         reference=models.initial_reference(run, actor),
         reward_model=reward_model,
         buckets=training_buckets(
@@ -250,7 +243,25 @@ def reference_moments(parts: PPOParts, actor: Params) -> Moments:
     return update_moments(init_moments(), jnp.asarray(scores), jnp.asarray(valid))
 
 
-def _scorer(run: Run, columns: Sequence[Column]) -> Scorer:
+def raw_scores(
+    samples: list[Sample],
+    text_rewards: TextRewards | None,
+    rewarder: Scorer | None,
+    models: Mapping[Role, Model],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores `[N]` of `text_rewards`, else of the reward model, and which of them are valid."""
+    if text_rewards is not None:
+        text_rewards.submit(samples)
+        results = text_rewards.collect(samples)
+    else:
+        assert rewarder is not None
+        results = model_results(rewarder.score(samples, models))
+    scores = np.array([result.score for result in results], np.float32)
+    return scores, np.array([result.valid for result in results])
+
+
+def make_scorer(run: Run, columns: Sequence[Column]) -> Scorer:
+    """A scorer of `columns` in the run's buckets."""
     config = run.config
     shards = row_shards(run.mesh)
     return Scorer(
@@ -268,9 +279,10 @@ def _scorer(run: Run, columns: Sequence[Column]) -> Scorer:
     )
 
 
-def _text_rewards(
-    run: Run, reward_function: Callable[[str, str, dict], float] | None
+def make_text_rewards(
+    run: Run, reward_function: Callable[[str, str, dict], float] | None = None
 ) -> TextRewards:
+    """The run's reward function (or the one given) on the text of samples; close its `function`."""
     reward = run.config.reward
     function: Any = reward_function or reward.function
     return TextRewards(

@@ -18,7 +18,6 @@ from ml_collections import ConfigDict
 from fuse_jax.config_read import ConfigError, read_config
 from fuse_jax.data.packing import pack_demonstrations, pack_preferences
 from fuse_jax.data.records import DataError
-from fuse_jax.models.hf import save_params
 from fuse_jax.models.transformer import Params
 from fuse_jax.training import models
 from fuse_jax.training.checkpoint import CheckpointError
@@ -161,19 +160,14 @@ def export(run: Run, role: Role, params: Params, name: str) -> None:
     directory = run.workdir / "models" / name
     if directory.exists():
         shutil.rmtree(directory)
-    vocabulary = run.task.vocabulary
-    stops = list(vocabulary.stop_token_ids)
-    save_params(
+    models.write(
         directory,
+        role,
         run.archs[role],
         params,
         dtype=run.config.compute.dtype,
-        head="scalar" if models.HEADS[role] == "scalar" else "lm",
-        source=run.task.tokenizer_path or None,
-        token_ids={
-            "eos_token_id": stops if len(stops) > 1 else stops[0],
-            "pad_token_id": vocabulary.pad_token_id,
-        },
+        vocabulary=run.task.vocabulary,
+        tokenizer_path=run.task.tokenizer_path,
     )
 
 

@@ -7,13 +7,15 @@ is logged and never rewarded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
 from fuse_jax.config import Config
 from fuse_jax.data.countdown import Countdown
 from fuse_jax.data.loading import load_demonstrations, load_preferences, load_prompts
+from fuse_jax.data.order import split_held_out
 from fuse_jax.data.records import Demonstration, Preference, Prompt
 from fuse_jax.data.tokenizer import Vocabulary, load_tokenizer
 
@@ -21,6 +23,7 @@ from fuse_jax.data.tokenizer import Vocabulary, load_tokenizer
 COUNTDOWN_DEMONSTRATIONS = 40_000
 COUNTDOWN_PREFERENCES = 64_000
 COUNTDOWN_EVAL_PREFERENCES = 1_000
+Answered = TypeVar("Answered", Preference, Demonstration)
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,19 @@ def _countdown(config: Config) -> Task:
     )
 
 
+def tokenizer_path(config: Config) -> str:
+    """The Hugging Face directory of the run's tokenizer; empty for the built-in task."""
+    return "" if config.data.task == "countdown" else config.tokenizer or config.actor.path
+
+
+def build_vocabulary(config: Config) -> Vocabulary:
+    """What prompts and responses are written in, without the data."""
+    path = tokenizer_path(config)
+    return load_tokenizer(path) if path else Countdown()
+
+
 def _files(config: Config, log: Callable[[str], None]) -> Task:
-    path = config.tokenizer or config.actor.path
+    path = tokenizer_path(config)
     tokenizer = load_tokenizer(path)
     data, rollout = config.data, config.rollout
     limit = data.limit or None
@@ -104,12 +118,58 @@ def _files(config: Config, log: Callable[[str], None]) -> Task:
 
     stages = set(config.stages)
     ranks = "reward_model" in stages
-    return Task(
+    task = Task(
         vocabulary=tokenizer,
         prompts=prompts(data.prompts) if "ppo" in stages else (),
-        eval_prompts=prompts(data.eval_prompts) if "ppo" in stages else (),
+        eval_prompts=prompts(data.eval_prompts) if "ppo" in stages and data.eval_prompts else (),
         demonstrations=demonstrations() if "sft" in stages else (),
         preferences=pairs(data.preferences) if ranks else (),
         eval_preferences=pairs(data.eval_preferences) if ranks and data.eval_preferences else (),
         tokenizer_path=path,
+    )
+    return hold_out(task, data.held_out, log) if data.held_out else task
+
+
+def hold_out(task: Task, count: int, log: Callable[[str], None]) -> Task:
+    """Fill the evaluation lists that no file filled, with at least `count` of the training items.
+
+    A held-out prompt is trained on by no stage: its pairs are held out with it (or left out, where
+    evaluation pairs have a file of their own), its demonstrations are left out. The split is the
+    same for every seed, so that runs can be compared. Raises DataError if nothing would be left.
+    """
+    prompts, eval_prompts = task.prompts, task.eval_prompts
+    reserved: set[bytes] = set()
+    if prompts and not eval_prompts:
+        prompts, eval_prompts = split_held_out(prompts, count)
+        reserved = {prompt.tokens.tobytes() for prompt in eval_prompts}
+    pairs, of_reserved = _apart(task.preferences, reserved)
+    eval_pairs, unused = task.eval_preferences, 0
+    if eval_pairs:
+        unused = len(of_reserved)
+    elif pairs:
+        pairs, more = split_held_out(pairs, max(0, count - len(of_reserved)))
+        eval_pairs = [*of_reserved, *more]
+    demonstrations, passed_over = _apart(task.demonstrations, reserved)
+    log(
+        f"held out: {len(eval_prompts)} prompts, {len(eval_pairs)} pairs; left out, being answers "
+        f"to held-out prompts: {unused} pairs, {len(passed_over)} demonstrations"
+    )
+    return replace(
+        task,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        preferences=pairs,
+        eval_preferences=eval_pairs,
+        demonstrations=demonstrations,
+    )
+
+
+def _apart(
+    items: Sequence[Answered], reserved: set[bytes]
+) -> tuple[list[Answered], list[Answered]]:
+    """Items of other prompts, and those of `reserved` ones."""
+    of_reserved = [item.prompt_tokens.tobytes() in reserved for item in items]
+    return (
+        [item for item, theirs in zip(items, of_reserved) if not theirs],
+        [item for item, theirs in zip(items, of_reserved) if theirs],
     )
