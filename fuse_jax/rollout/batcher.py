@@ -119,7 +119,8 @@ class Batcher:
     """
 
     def __init__(self, engine: Engine, params: Params, seed_key: Any) -> None:
-        self.engine, self.params, self.seed_key = engine, params, seed_key
+        self.engine, self.seed_key = engine, seed_key
+        self.params = engine.place_params(params)
         self.queue: deque[Request] = deque()
         self.stats = RolloutStats()
         self.state = engine.init_decode_state()

@@ -33,9 +33,16 @@ from fuse_jax.buckets import automatic_lengths
 from fuse_jax.config import RolloutConfig
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.models.heads import lm_logits
-from fuse_jax.models.transformer import Params, apply_blocks, causal_attention, embed, final_norm
+from fuse_jax.models.transformer import (
+    Params,
+    apply_blocks,
+    causal_attention,
+    embed,
+    final_norm,
+    init,
+)
 from fuse_jax.placement.mesh import ROW_AXES, row_shards, single_device_mesh
-from fuse_jax.placement.sharding import kv_heads_axis
+from fuse_jax.placement.sharding import kv_heads_axis, parameter_specs
 from fuse_jax.rollout.cache_attention import append, block_count, over_cache, to_blocks
 from fuse_jax.rollout.sampling import Draw, Sampling, check_key, sample, sample_keys
 
@@ -237,6 +244,19 @@ class Engine:
         `state` is donated.
         """
         return _release(self, state, slots)
+
+    def place_params(self, params: Params) -> Params:
+        """`params` in the sharding of this engine's mesh (no copy if they have it already).
+
+        A program is compiled anew for another sharding, and for arrays bound to no device: placing
+        them first keeps the set of programs finite wherever weights come from.
+        """
+        return jax.device_put(params, self._param_shardings)
+
+    @functools.cached_property
+    def _param_shardings(self) -> Any:
+        shapes = jax.eval_shape(functools.partial(init, self.arch), jax.random.key(0))
+        return parameter_specs(self.arch, shapes, self.mesh)
 
     def place(self, rows: Rows) -> Rows:
         """`rows` moved to this engine's devices (no copy if they are there already)."""

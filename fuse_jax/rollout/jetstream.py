@@ -42,7 +42,8 @@ class Verbs:
     _tokenizer_parameters: Any
 
     def __init__(self, engine: Engine, params: Params, seed_key: Any, tokenizer_path: str) -> None:
-        self._engine, self._params, self._seed_key = engine, params, seed_key
+        self._engine, self._seed_key = engine, seed_key
+        self._params = engine.place_params(params)
         self._tokenizer_path = tokenizer_path
         self._numbers = itertools.count()
 

@@ -50,7 +50,7 @@ def precompile(
     `migration` adds those that move live slots. Nothing is left to compile afterwards, however
     long prompts and responses get.
     """
-    rollout = engine.rollout
+    rollout, params = engine.rollout, engine.place_params(params)
     nowhere = np.full(rollout.prefill_rows, rollout.slots, np.int32)
     with count_compilations() as seen:
         state = engine.init_decode_state()

@@ -158,14 +158,15 @@ def test_nothing_compiles_after_precompile(setup, uncapped):
         # The longest prompts and the longest responses come last.
         generate(setup, engine, list(range(20)), max_new_tokens=[50 - i for i in range(20)])
         _migrate_everything(setup, engine, engine)
+        bound = jax.device_put(setup.params, jax.devices()[0])  # as an update step returns them
+        generate(setup._replace(params=bound), engine, [2], max_new_tokens=5)
     assert late.count == 0
 
 
 def _migrate_everything(setup, source_engine, target_engine):
     """Run 8 samples, move each slot to another batcher after two chunks, finish there."""
     source = Batcher(source_engine, setup.params, setup.seed_key)
-    target_params = jax.device_put(setup.params, target_engine.mesh.devices.flat[0])
-    target = Batcher(target_engine, target_params, setup.seed_key)
+    target = Batcher(target_engine, setup.params, setup.seed_key)
     source.submit(Request(i, setup.prompts[i], 50, {"row": i}) for i in range(8))
     target.submit([Request(8, setup.prompts[8], 50, {"row": 8})])
     target.launch()

@@ -9,7 +9,6 @@ import pytest
 
 from fuse_jax.config import MeshConfig
 from fuse_jax.placement.mesh import make_mesh
-from fuse_jax.placement.sharding import parameter_specs, shard
 from fuse_jax.rollout.batcher import generate_samples
 from fuse_jax.rollout.warmup import count_compilations, precompile
 
@@ -37,21 +36,21 @@ def test_tokens_equal_those_of_one_device(setup, sizes):
     single = dataclasses.replace(setup.engine, rollout=rollout)
     mesh = make_mesh(MeshConfig(*sizes))
     sharded = dataclasses.replace(single, mesh=mesh)
-    specs = parameter_specs(setup.engine.arch, setup.params, mesh)
-    params = shard(setup.params, specs)
 
-    def generate(engine, params):
-        made = generate_samples(engine, params, setup.prompts, seed_key=setup.seed_key)
+    def generate(engine):
+        made = generate_samples(engine, setup.params, setup.prompts, seed_key=setup.seed_key)
         return {sample.sample_id: sample for sample in made}
 
-    precompile(sharded, params, setup.seed_key)
+    precompile(sharded, setup.params, setup.seed_key)
     with count_compilations() as late:
-        over_mesh = generate(sharded, params)
+        over_mesh = generate(sharded)
     assert late.count == 0
-    state = sharded.init_decode_state()
-    spec = state.keys.sharding.spec  # type: ignore[attr-defined]
-    assert spec[2] == ("data", "fsdp") and (sizes[2] == 1 or spec[3] == "tensor")
-    assert differing(generate(single, setup.params), over_mesh) == 0
+    # Slots over data x fsdp, key/value heads over tensor: nothing holds the whole cache.
+    shard = sharded.init_decode_state().keys.addressable_shards[0].data
+    assert shard.shape[2:4] == (8 // (sizes[0] * sizes[1]), 2 // sizes[2])
+    query = sharded.place_params(setup.params)["blocks"]["query"]["kernel"]
+    assert query.addressable_shards[0].data.shape == (2, 32 // sizes[1], 32 // sizes[2])
+    assert differing(generate(single), over_mesh) == 0
 
 
 def test_rows_that_shards_do_not_divide_are_refused(setup):
