@@ -41,7 +41,7 @@ def plot_schedule(
     schedule: Schedule,
     path: str | Path,
     *,
-    serial: Schedule | None = None,
+    serial: Sequence[Schedule] = (),
     bound: float | None = None,
     cost_model: str = "ideal",
 ) -> None:
@@ -50,58 +50,69 @@ def plot_schedule(
     Args:
       schedule: the schedule to draw.
       path: the PNG's path.
-      serial: the serial schedule of the same two models. Its rows are drawn above, to the same
-        scale, and its peak memory is marked, so that the gain shows.
+      serial: what it replaces, schedules that run one after the other on the same devices
+        (`baselines.serial_runs`). Drawn above, to the same scale, and its peak memory is marked.
       bound: no schedule is faster than this many ms; marked by a dashed line.
       cost_model: the transport whose times are drawn.
     """
-    charts = [chart for chart in (serial, schedule) if chart is not None]
+    charts = [list(serial), [schedule]] if serial else [[schedule]]
     rows = schedule.problem.devices
     row = float(np.clip(6.4 / rows, 0.2, 0.42)) * (0.8 if serial else 1.0)
-    heights = [row * rows] * len(charts) + [1.75]
-    figure, axes = _stack(heights, header=0.78)
+    figure, axes = _stack([row * rows] * len(charts) + [1.75], header=0.78)
     # One tick where nothing takes time: an axis needs some length.
-    longest = max(1, *(chart.timing(cost_model).makespan for chart in charts)) / TICKS_PER_MS
-    for chart, axis in zip(charts, axes):
-        draw_gantt(axis, chart, longest, cost_model)
-        axis.set_title(_caption(chart, charts, cost_model, bound), **_CAPTION)
+    longest = max(1 / TICKS_PER_MS, *(_length(runs, cost_model) for runs in charts))
+    for runs, axis in zip(charts, axes):
+        draw_gantt(axis, runs, longest, cost_model)
+    if serial:
+        axes[0].set_title(_caption(serial, cost_model), **_CAPTION)
+    fused = axes[-2]
+    fused.set_title(_fused_caption(schedule, serial, cost_model, bound), **_CAPTION)
     if bound is not None:
-        axes[-2].axvline(bound, color="white", lw=2.6, zorder=4)
-        axes[-2].axvline(bound, color=INK, lw=1.1, ls=(0, (4, 2)), zorder=4)
+        fused.axvline(bound, color="white", lw=2.6, zorder=4)
+        fused.axvline(bound, color=INK, lw=1.1, ls=(0, (4, 2)), zorder=4)
     draw_memory(axes[-1], schedule, cost_model, serial)
     axes[-1].set_xlim(0, longest)
     for axis in axes:
         axis.tick_params(labelbottom=axis is axes[-1])
     axes[-1].xaxis.set_major_formatter("{x:,.10g}")
     axes[-1].set_xlabel("time (ms)", color=MUTED)
-    _header(figure, schedule)
+    _header(figure, schedule, charts)
     FigureCanvasAgg(figure).print_png(str(path))
 
 
 _CAPTION = {"loc": "left", "fontsize": 9.5, "color": MUTED, "pad": 4}
 
 
-def draw_gantt(axis: Axes, schedule: Schedule, until: float, cost_model: str = "ideal") -> None:
-    """Draw the rows of all devices on `axis`, device 0 at the top, time from 0 to `until` (ms)."""
-    graph, timing = schedule.graph, schedule.timing(cost_model)
-    start, end = timing.start / TICKS_PER_MS, timing.end / TICKS_PER_MS
-    devices = schedule.problem.devices
+def draw_gantt(
+    axis: Axes, runs: Sequence[Schedule], until: float, cost_model: str = "ideal"
+) -> None:
+    """Draw schedules that run one after the other: device 0 at the top, 0 to `until` ms."""
+    devices, span = runs[0].problem.devices, _length(runs, cost_model)
     axis.set_xlim(0, until)
     axis.set_ylim(devices - 0.5, -0.5)
-    span = timing.makespan / TICKS_PER_MS
     floor = [_box(0, span, device, BAR_HEIGHT) for device in range(devices)]
     _fill(axis, floor, BUBBLE, zorder=1)
+    begin = 0.0
+    for run in runs:
+        timing = run.timing(cost_model)
+        start, end = begin + timing.start / TICKS_PER_MS, begin + timing.end / TICKS_PER_MS
+        _draw_bars(axis, run, start, end)
+        _number_bars(axis, run, start, end)
+        _mark_chunks(axis, run, start, end)
+        begin += timing.makespan / TICKS_PER_MS
+    _style(axis)
+    axis.set_yticks(range(devices))
+    axis.set_ylabel("device", color=MUTED)
+
+
+def _draw_bars(axis: Axes, schedule: Schedule, start: np.ndarray, end: np.ndarray) -> None:
+    graph = schedule.graph
     for (model, kind), color in COLORS.items():
         picked = np.flatnonzero(
             (graph.model == MODELS.index(model)) & (graph.kind == KINDS.index(kind))
         )
         boxes = _boxes(start[picked], end[picked], graph.device[picked])
         _fill(axis, boxes, color, zorder=2, edge="white")
-    _number_bars(axis, schedule, start, end)
-    _mark_chunks(axis, schedule, start, end)
-    _style(axis)
-    axis.set_yticks(range(devices))
-    axis.set_ylabel("device", color=MUTED)
 
 
 def _mark_chunks(axis: Axes, schedule: Schedule, start: np.ndarray, end: np.ndarray) -> None:
@@ -116,7 +127,7 @@ def _mark_chunks(axis: Axes, schedule: Schedule, start: np.ndarray, end: np.ndar
 
 
 def draw_memory(
-    axis: Axes, schedule: Schedule, cost_model: str = "ideal", serial: Schedule | None = None
+    axis: Axes, schedule: Schedule, cost_model: str = "ideal", serial: Sequence[Schedule] = ()
 ) -> None:
     """Memory over time of the device with the highest peak, by model; the others as hairlines."""
     device = int(schedule.peaks().argmax())
@@ -145,20 +156,20 @@ def draw_memory(
     axis.grid(axis="y", color=RULE, lw=0.5)
 
 
-def _mark_levels(axis: Axes, schedule: Schedule, serial: Schedule | None) -> float:
+def _mark_levels(axis: Axes, schedule: Schedule, serial: Sequence[Schedule]) -> float:
     """Dashed lines at the cap and at the serial schedule's peak; the higher of them."""
-    levels = []
-    if serial is not None:
-        levels.append((serial.peak_memory, "serial peak", MUTED))
+    levels = []  # the labels stand apart, for the levels are often almost equal
+    if serial:
+        levels.append((max(run.peak_memory for run in serial), "serial peak", MUTED, 1.0))
     if schedule.problem.memory_cap is not None:
-        levels.append((schedule.problem.memory_cap, "cap", "#c0262d"))
-    for level, name, color in levels:
+        levels.append((schedule.problem.memory_cap, "cap", "#c0262d", 0.9))
+    for level, name, color, place in levels:
         axis.axhline(level, color=color, lw=1.1, ls=(0, (4, 2)), zorder=4)
         axis.annotate(
-            f"{name} {level:.4g}", (1, level), (-4, 2), xycoords=("axes fraction", "data"),
+            f"{name} {level:.4g}", (place, level), (-4, 2), xycoords=("axes fraction", "data"),
             textcoords="offset points", ha="right", va="bottom", fontsize=8.5, color=color,
         )  # fmt: skip
-    return max((level for level, _, _ in levels), default=0.0)
+    return max((level for level, *_ in levels), default=0.0)
 
 
 def _number_bars(axis: Axes, schedule: Schedule, start: np.ndarray, end: np.ndarray) -> None:
@@ -216,28 +227,41 @@ def _stack(heights: Sequence[float], header: float) -> tuple[Figure, list[Axes]]
     return figure, axes
 
 
-def _caption(chart: Schedule, charts: Sequence[Schedule], cost_model: str, bound: float | None):
-    """The line over a chart: its length against the bound and the serial one, bubble, memory."""
-    makespan = chart.makespan(cost_model)
-    spent = f"bubble {bubble(chart, cost_model):.1%}, peak memory {chart.peak_memory:.4g}"
-    if len(charts) > 1 and chart is charts[0]:
-        return f"serial: {makespan:,.6g} ms, {spent}"
-    gain = (
-        f", {charts[0].makespan(cost_model) / makespan:.3f}x the serial speed"
-        if len(charts) > 1
-        else ""
+def _caption(runs: Sequence[Schedule], cost_model: str) -> str:
+    """The line over a serial chart: length, bubble, memory."""
+    peak = max(run.peak_memory for run in runs)
+    return (
+        f"serial: {_length(runs, cost_model):,.6g} ms, bubble {bubble(runs, cost_model):.1%}, "
+        f"peak memory {peak:.4g}"
     )
+
+
+def _fused_caption(
+    schedule: Schedule, serial: Sequence[Schedule], cost_model: str, bound: float | None
+) -> str:
+    """The line over the fused chart: as `_caption`, with the bound and the gain."""
+    makespan = schedule.makespan(cost_model)
     limit = "" if bound is None else f" (bound {bound:,.6g} ms, dashed)"
-    return f"fused: {makespan:,.6g} ms{limit}{gain}, {spent}"
+    gain = f", {_length(serial, cost_model) / makespan:.3f}x the serial speed" if serial else ""
+    return (
+        f"fused: {makespan:,.6g} ms{limit}{gain}, bubble {bubble([schedule], cost_model):.1%}, "
+        f"peak memory {schedule.peak_memory:.4g}"
+    )
 
 
-def bubble(schedule: Schedule, cost_model: str = "ideal") -> float:
-    """Idle share of all device time, 0..1."""
-    total = schedule.timing(cost_model).makespan * schedule.problem.devices
-    return 1.0 - float(schedule.graph.duration.sum() / total) if total else 0.0
+def _length(runs: Sequence[Schedule], cost_model: str) -> float:
+    """ms of schedules that run one after the other."""
+    return sum(run.makespan(cost_model) for run in runs)
 
 
-def _header(figure: Figure, schedule: Schedule) -> None:
+def bubble(runs: Sequence[Schedule], cost_model: str = "ideal") -> float:
+    """Idle share, 0..1, of all device time of schedules that run one after the other."""
+    total = _length(runs, cost_model) * runs[0].problem.devices
+    work = sum(int(run.graph.duration.sum()) for run in runs) / TICKS_PER_MS
+    return 1.0 - work / total if total else 0.0
+
+
+def _header(figure: Figure, schedule: Schedule, charts: Sequence[Sequence[Schedule]]) -> None:
     """Title at the left, legend at the right."""
     height = figure.get_figheight()
     title = schedule.problem.name or "actor and critic, fused"
@@ -245,7 +269,9 @@ def _header(figure: Figure, schedule: Schedule) -> None:
     figure.text(_LEFT / WIDTH, y, title, fontsize=14, color=INK, weight="bold", va="center")
     present = {
         (MODELS[model], KINDS[kind])
-        for model, kind in zip(schedule.graph.model.tolist(), schedule.graph.kind.tolist())
+        for runs in charts
+        for run in runs
+        for model, kind in zip(run.graph.model.tolist(), run.graph.kind.tolist())
     }
     patches = [
         Patch(facecolor=color, label=f"{model} {kind}")

@@ -102,15 +102,21 @@ def test_every_bar_has_its_colour_where_it_runs(split, tmp_path, monkeypatch):
     plain = {"actor": actor, "critic": {**actor, "stages": 2}, "memory_cap": 9}
     drawn = [draw_orders(random.Random(seed), plain) for seed in (4, 3)]
     serial, schedule = (schedule_of(plain, orders) for orders in drawn)
-    image, axes = captured_plot(schedule, tmp_path / "g.png", monkeypatch, serial=serial, bound=9.0)
+    options = {"serial": [serial, serial], "bound": 9.0}
+    image, axes = captured_plot(schedule, tmp_path / "g.png", monkeypatch, **options)
     assert len({axis.get_xlim() for axis in axes}) == 1 and len(axes) == 3
-    for axis, orders in zip(axes, drawn):
+    halves = [
+        (axes[0], drawn[0], 0.0),
+        (axes[0], drawn[0], serial.makespan()),
+        (axes[1], drawn[1], 0.0),
+    ]
+    for axis, orders, begin in halves:
         verdict = judge.check(plain, orders)
         for device, row in enumerate(orders):
             for key in row:
                 # A quarter into the bar: clear of its edges, its number and the bound's line.
                 start, end = verdict.start[key] / judge.TICKS, verdict.end[key] / judge.TICKS
-                seen = pixel(image, axis, start + (end - start) / 4, device + 0.3)
+                seen = pixel(image, axis, begin + start + (end - start) / 4, device + 0.3)
                 wanted = to_rgb(plot.COLORS[key[0], key[3]])
                 assert np.abs(seen - wanted).max() < 0.02, key
     device = int(schedule.peaks().argmax())
