@@ -255,7 +255,7 @@ class Schedule:
             for position, task in enumerate(row):
                 name = task_of(self.graph, int(task))
                 cells = [device, position, name.model, name.replica, name.kind, name.micro_batch]
-                cells += [_ms(timing.start[task]), _ms(timing.end[task])]
+                cells += [_ms(int(timing.start[task])), _ms(int(timing.end[task]))]
                 writer.writerow(cells + ([name.chunk] if self.problem.has_chunks else []))
         return out.getvalue()
 
@@ -347,7 +347,7 @@ class Schedule:
 
 def _ms(ticks: int) -> str:
     """Ticks as ms in the shortest exact decimal form."""
-    whole, rest = divmod(int(ticks), TICKS_PER_MS)
+    whole, rest = divmod(ticks, TICKS_PER_MS)
     return f"{whole}.{rest:03d}".rstrip("0").rstrip(".")
 
 

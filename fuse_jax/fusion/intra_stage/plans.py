@@ -1,0 +1,101 @@
+"""Found schedules on disk, by problem: a plan is searched once and read ever after.
+
+One JSON file a plan, named by the digest of the problem (not its name) and the settings of the
+search. A file that does not hold a valid schedule of that problem is an error, never silently
+searched again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fuse_jax.fusion.intra_stage.problem import Problem
+from fuse_jax.fusion.intra_stage.schedule import Schedule, ScheduleError
+from fuse_jax.fusion.intra_stage.search import SearchResult, search
+from fuse_jax.fusion.intra_stage.search_peak import lower_peak
+
+# Part of every file's name: raise it when the same settings give other schedules.
+FORMAT = 1
+
+
+def default_directory() -> Path:
+    """$FUSE_JAX_PLANS, else ~/.cache/fuse_jax/plans."""
+    return Path(os.environ.get("FUSE_JAX_PLANS", Path.home() / ".cache" / "fuse_jax" / "plans"))
+
+
+def plan_path(problem: Problem, settings: dict[str, Any], directory: Path | None = None) -> Path:
+    """File of a plan; equal problems with equal settings have the same."""
+    text = json.dumps([FORMAT, problem.digest, settings], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return (directory or default_directory()) / f"{digest}.json"
+
+
+def find_plan(
+    problem: Problem,
+    *,
+    cost_model: str = "ideal",
+    evaluations: int = 2_000_000,
+    memory_evaluations: int = 0,
+    time_limit: float | None = None,
+    seed: int = 0,
+    directory: Path | None = None,
+) -> tuple[SearchResult, bool]:
+    """The plan of a problem, and whether it was read from disk.
+
+    Args: as in `search`; memory_evaluations > 0 adds the memory pass (ideal cost model only). A
+      result that a time limit cut
+      short is not stored: another machine might find better.
+
+    Raises:
+      ScheduleError: the stored file is no valid schedule of the problem (delete it).
+    """
+    settings = {
+        "cost_model": cost_model,
+        "evaluations": evaluations,
+        "memory_evaluations": memory_evaluations,
+        "seed": seed,
+    }
+    path = plan_path(problem, settings, directory)
+    if path.exists():
+        return _read(path, problem), True
+    found = search(
+        problem, cost_model=cost_model, evaluations=evaluations, time_limit=time_limit, seed=seed
+    )
+    complete = found.stopped_by != "time"
+    if memory_evaluations:
+        found = lower_peak(found, evaluations=memory_evaluations, time_limit=time_limit, seed=seed)
+        complete = complete and found.stopped_by != "time"
+    if complete:
+        _write(path, found)
+    return found, False
+
+
+def _write(path: Path, found: SearchResult) -> None:
+    plain = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "schedule"}
+    plain["schedule"] = json.loads(found.schedule.to_json(found.cost_model))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may write the same plan: rename is atomic, a half-written file is never read.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump(plain, file)
+    os.replace(file.name, path)
+
+
+def _read(path: Path, problem: Problem) -> SearchResult:
+    try:
+        plain = json.loads(path.read_text())
+        stored = Schedule.from_json(json.dumps(plain.pop("schedule")))
+        if stored.problem.digest != problem.digest:
+            raise ScheduleError("it is the schedule of another problem")
+        schedule = Schedule(problem, stored.order).check()
+        found = SearchResult(schedule=schedule, **plain)
+        if schedule.makespan(found.cost_model) != found.makespan:
+            raise ScheduleError("its makespan does not follow from its order")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ScheduleError(f"{path} is no valid plan ({error}): delete it") from None
+    return found

@@ -1,0 +1,112 @@
+"""The second half of a search: the lowest peak memory at a makespan that must not grow.
+
+First whole searches under falling caps, each stopped as soon as it reaches the makespan: list
+  scheduling under a cap finds
+schedules of another shape than shaving the peak of an uncapped one can reach. Then the memory
+pass from the lowest of them, alternating between a level just below the best peak and hotter
+restarts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fuse_jax.fusion.intra_stage.bounds import BoundFinder
+from fuse_jax.fusion.intra_stage.memory_pass import lower_memory
+from fuse_jax.fusion.intra_stage.problem import QUANTA_PER_UNIT
+from fuse_jax.fusion.intra_stage.random_stream import new_stream
+from fuse_jax.fusion.intra_stage.schedule import Schedule
+from fuse_jax.fusion.intra_stage.search import Meter, SearchResult, Walk
+
+# Evaluations of one search under a cap, and of the first round of the pass.
+_CAP_EVALUATIONS = 20_000
+_ROUND_EVALUATIONS = 50_000
+
+
+def _peak(schedule: Schedule) -> int:
+    return int(schedule.memory_profile().max())
+
+
+def _fall_by_caps(
+    finder: BoundFinder, start: Schedule, limit: int, goal: int, meter: Meter, seed: int
+) -> Schedule:
+    """Bisect the cap between `goal` and the peak; keep the lowest schedule within `limit`."""
+    best, low = start, goal
+    smallest = int(finder.graph.take[finder.graph.take > 0].min(initial=1))
+    work = _CAP_EVALUATIONS * finder.graph.duration.size
+    while _peak(best) - low > smallest and not meter.stop:
+        cap = (low + _peak(best)) // 2
+        walk = Walk(finder, cap, limit, seed)
+        part = Meter(min(work, meter.left), meter.time_left)
+        walk.run(part)
+        meter.spend(part.spent)
+        if walk.makespan <= limit:
+            best = Schedule(start.problem, walk.order)
+        else:
+            low = cap
+    return best
+
+
+def lower_peak(
+    found: SearchResult,
+    *,
+    evaluations: int = 2_000_000,
+    time_limit: float | None = None,
+    seed: int = 0,
+) -> SearchResult:
+    """Lowest peak memory of a schedule no longer than `found.makespan`, by RLHFuse's second pass
+    with our energy.
+
+    Args:
+      found: a result of `search` under the ideal cost model.
+      evaluations, time_limit, seed: as in `search`; stopped_by is "bound" if the peak meets the
+        memory bound.
+    """
+    problem = found.schedule.problem
+    finder = BoundFinder(problem)
+    graph = finder.graph
+    meter = Meter(float(evaluations) * graph.duration.size, time_limit)
+    limit = found.schedule.timing().makespan
+    goal = finder.memory(limit)
+    best = found.schedule
+    if _peak(best) > goal:
+        best = _fall_by_caps(finder, best, limit, goal, meter, seed)
+    state = new_stream(seed)
+    turn, work = 0, float(_ROUND_EVALUATIONS * graph.duration.size)
+    while _peak(best) > goal and not meter.stop:
+        work = min(work, max(meter.left, 1.0))
+        # every third round starts again from the given schedule: another basin
+        begin = found.schedule if turn % 3 == 1 else best
+        lowest = np.empty_like(best.order)
+        _, used = lower_memory(
+            graph,
+            finder.tail,
+            begin.order.copy(),
+            limit,
+            _peak(begin) - 1,
+            goal,
+            work,
+            work / 2,
+            (1.0, 1.0, 3.0)[turn % 3],
+            0.1,
+            state,
+            lowest,
+        )
+        meter.spend(used)
+        candidate = Schedule(problem, lowest)
+        if _peak(candidate) < _peak(best):
+            best = candidate
+        turn += 1
+        work *= 1.3
+    stopped_by = "bound" if _peak(best) <= goal else meter.stop
+    return replace(
+        found,
+        schedule=best.check(),
+        peak_memory=best.peak_memory,
+        memory_bound=goal / QUANTA_PER_UNIT,
+        evaluations=found.evaluations + round(meter.spent / max(1, graph.duration.size)),
+        stopped_by=stopped_by,
+        cpu_s=meter.cpu_s,
+    )

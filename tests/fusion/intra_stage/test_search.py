@@ -1,0 +1,144 @@
+"""The search: known optima, caps, determinism, budgets, cost models, the memory pass, plans on
+disk.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fuse_jax.benchmarks.schedule import authors_problem, llama_problem
+from fuse_jax.fusion.intra_stage import plans
+from fuse_jax.fusion.intra_stage.baselines import fused_baselines, serial_1f1b
+from fuse_jax.fusion.intra_stage.cost import COST_MODELS
+from fuse_jax.fusion.intra_stage.graph import build_graph
+from fuse_jax.fusion.intra_stage.problem import Pipeline, Problem
+from fuse_jax.fusion.intra_stage.schedule import Schedule, ScheduleError
+from fuse_jax.fusion.intra_stage.search import search, sequential_order
+from fuse_jax.fusion.intra_stage.search_peak import lower_peak
+
+AUTHORS_BOUNDS = (708, 372, 225, 702, 366, 225, 618, 330, 186, 606, 318, 186)
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_all_published_configurations_at_their_bound(index):
+    found = search(authors_problem(index), evaluations=20_000)
+    assert found.makespan == found.bound == AUTHORS_BOUNDS[index]
+    assert found.proven_optimal
+    assert found.stopped_by == "bound"
+    assert found.schedule.violations() == []
+
+
+def test_large_equal_models_are_solved_by_the_portfolio():
+    found = search(llama_problem("65B", "65B", 2, stages=32), evaluations=100)
+    assert found.proven_optimal
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_equal_models_at_serial_memory(split):
+    """Unsplit exactly 1.5 x serial at M = N; split at the uncapped bound, >= 1.74 x."""
+    problem = llama_problem("33B", "33B", 1, cap=1.0, split=split)
+    found = search(problem, evaluations=20_000)
+    assert found.proven_optimal
+    speed = serial_1f1b(problem).makespan / found.makespan
+    assert speed == 1.5 if not split else speed >= 1.74
+    assert found.peak_memory <= problem.memory_cap
+
+
+def test_virtual_stages_with_split_backward():
+    problem = llama_problem("33B", "33B", 1, cap=1.0, split=True, chunks=2)
+    found = search(problem, evaluations=50_000)
+    assert found.schedule.check().problem.memory_cap == 9.75
+    assert serial_1f1b(problem).makespan / found.makespan >= 1.76
+
+
+def test_a_cap_below_one_micro_batch_of_each_still_gives_a_schedule():
+    model = Pipeline(2, 3, 1, 2, 1.0)
+    problem = Problem(model, replace(model, direction="down"), memory_cap=1.0)
+    found = search(problem, evaluations=2_000)
+    assert found.peak_memory == 1.0
+    order = sequential_order(build_graph(problem))
+    assert found.makespan <= Schedule(problem, order).check().makespan()
+
+
+def test_same_seed_and_budget_give_the_same_schedule_and_budgets_hold():
+    problem = llama_problem("33B", "65B", 1, cap=1.0)
+    one, two = (search(problem, evaluations=3_000) for _ in range(2))
+    assert (one.schedule.order == two.schedule.order).all()
+    assert one.stopped_by == "budget"
+    assert not one.proven_optimal
+    assert 3_000 <= one.evaluations < 3_600
+    longer = search(problem, evaluations=9_000)
+    assert longer.makespan <= one.makespan
+
+
+def test_a_time_limit_is_said():
+    found = search(llama_problem("33B", "65B", 1, cap=1.0), evaluations=10**9, time_limit=0.05)
+    assert found.stopped_by == "time"
+    found.schedule.check()
+
+
+@pytest.mark.parametrize("cost_model", COST_MODELS[1:])
+def test_blocking_transports_are_searched_under_their_own_cost(cost_model):
+    actor = Pipeline(4, 8, 5, 10, 1.0)
+    problem = Problem(actor, Pipeline(4, 8, 3, 6, 1.0, direction="down"))
+    found = search(problem, cost_model=cost_model, evaluations=20_000)
+    assert found.cost_model == cost_model
+    assert found.makespan == found.schedule.check().makespan(cost_model)
+    ideal = search(problem, evaluations=20_000).schedule
+    for other in (ideal, *fused_baselines(problem)):
+        assert found.makespan <= other.makespan(cost_model)
+    assert found.makespan < ideal.makespan(cost_model)
+    assert found.bound <= found.makespan
+
+
+def test_a_blocking_search_keeps_the_cap():
+    actor = Pipeline(4, 4, 5, 10, 1.0)
+    problem = Problem(actor, Pipeline(4, 4, 3, 6, 1.0, direction="down"), memory_cap=3.0)
+    found = search(problem, cost_model="rendezvous", evaluations=5_000)
+    assert found.schedule.check().peak_memory <= 3.0
+
+
+def test_memory_pass_reaches_the_proven_floor():
+    for index, floor in ((2, 15.6), (5, 15.6)):
+        found = search(authors_problem(index), evaluations=20_000)
+        lower = lower_peak(found, evaluations=100_000)
+        assert lower.makespan == lower.schedule.check().makespan() == found.makespan
+        assert lower.peak_memory == lower.memory_bound == floor
+        assert lower.stopped_by == "bound"
+
+
+def test_memory_pass_is_deterministic_and_never_raises_the_peak():
+    found = search(authors_problem(1), evaluations=20_000)
+    one, two = (lower_peak(found, evaluations=30_000) for _ in range(2))
+    assert (one.schedule.order == two.schedule.order).all()
+    assert one.peak_memory < found.peak_memory / 1.5
+    assert one.memory_bound <= one.peak_memory
+
+
+def test_plans_are_read_back_and_checked(tmp_path):
+    problem = authors_problem(2)
+    first, cached = plans.find_plan(problem, evaluations=20_000, directory=tmp_path)
+    again, hit = plans.find_plan(
+        replace(problem, name="another"), evaluations=20_000, directory=tmp_path
+    )
+    assert (cached, hit) == (False, True)
+    assert (again.schedule.order == first.schedule.order).all()
+    assert again.makespan == first.makespan
+    assert again.proven_optimal
+    _, hit = plans.find_plan(problem, evaluations=20_001, directory=tmp_path)
+    assert not hit
+
+    for path in tmp_path.iterdir():
+        plain = json.loads(path.read_text())
+        plain["makespan"] = 224.0
+        path.write_text(json.dumps(plain))
+    with pytest.raises(ScheduleError, match="delete it"):
+        plans.find_plan(problem, evaluations=20_000, directory=tmp_path)
+
+
+def test_plans_cut_short_by_time_are_not_kept(tmp_path):
+    problem = llama_problem("33B", "65B", 1, cap=1.0)
+    found, _ = plans.find_plan(problem, time_limit=0.02, directory=tmp_path)
+    assert found.stopped_by == "time"
+    assert list(tmp_path.iterdir()) == []
