@@ -77,7 +77,7 @@ def read_part(directory: Path, like: Any, step: int | None = None) -> tuple[int,
 
     `like`: a pytree of dicts and structs with shardings, part of what was saved. Writes nothing.
     """
-    options = ocp.CheckpointManagerOptions(read_only=True)
+    options = ocp.CheckpointManagerOptions(create=False)
     with ocp.CheckpointManager(Path(directory).absolute(), options=options) as manager:
         saved = sorted(manager.all_steps())
         step = step if step is not None or not saved else saved[-1]

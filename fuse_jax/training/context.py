@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -176,14 +176,7 @@ def read_run_config(workdir: Path) -> Config:
     path = workdir / "config.json"
     if not path.is_file():
         raise ConfigError(f"--workdir={workdir}: {path.name} is missing: name a run's directory")
-    settings: dict[str, Any] = {}
-    for key, value in json.loads(path.read_text()).items():
-        *groups, name = key.split(".")
-        group = settings
-        for part in groups:
-            group = group.setdefault(part, {})
-        group[name] = value
-    return read_config(settings)
+    return read_config(unflatten(json.loads(path.read_text())))
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -195,3 +188,15 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = list(value) if isinstance(value, tuple) else value
     return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested settings: what `flatten` undoes."""
+    settings: dict[str, Any] = {}
+    for key, value in flat.items():
+        *groups, name = key.split(".")
+        group = settings
+        for part in groups:
+            group = group.setdefault(part, {})
+        group[name] = value
+    return settings

@@ -7,77 +7,27 @@ samples, experience and updates whatever runs them.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
 from fuse_jax.data import cursor as cursors
 from fuse_jax.data.order import permutation, sample_ids
 from fuse_jax.models.transformer import Params
-from fuse_jax.rl.kl import adaptive_kl_update
-from fuse_jax.rl.moments import Moments, update_moments
+from fuse_jax.rl.moments import Moments
 from fuse_jax.training.checkpoint import Checkpoints
 from fuse_jax.training.context import Run
 from fuse_jax.training.evaluate import evaluate
-from fuse_jax.training.experience import (
-    ScoredBatch,
-    experience_metrics,
-    make_experience,
-    shape,
-)
+from fuse_jax.training.late_compilations import compilations
 from fuse_jax.training.minibatch import Experience
 from fuse_jax.training.ppo_parts import PPOParts
+from fuse_jax.training.ppo_state import ORDER_SEED, PPOState, Progress, shape_experience
 from fuse_jax.training.sample_table import log_samples
 from fuse_jax.training.state import TrainState
+from fuse_jax.training.warm_up import precompile, shapes
 
 EVALUATIONS = ("eval", "greedy_eval")
-ORDER_SEED = 7  # keeps minibatch order apart from the data's own shuffle
-
-
-@dataclass
-class Progress:
-    """What is counted over a PPO run; saved with every checkpoint."""
-
-    iteration: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    generated_tokens: int = 0
-    excluded: int = 0
-    early_stops: int = 0
-    best_score: float | None = None
-    best_iteration: int = 0
-    stopped: str = ""
-
-    def spend(self, what: str, since: float) -> float:
-        """Add the seconds since `since` to `what`; returns the time now."""
-        now = time.monotonic()
-        self.seconds[what] = self.seconds.get(what, 0.0) + now - since
-        return now
-
-
-@dataclass
-class PPOState:
-    """All that changes from one iteration to the next."""
-
-    train: TrainState
-    moments: Moments
-    kl_coef: Any
-    cursor: cursors.Cursor
-    progress: Progress
-
-    def arrays(self) -> dict[str, Any]:
-        """The part of a checkpoint that is device arrays."""
-        return {
-            "train": self.train,
-            "moments": self.moments._asdict(),
-            "kl_coef": jnp.asarray(self.kl_coef, jnp.float32),
-        }
-
-    def host(self) -> dict[str, Any]:
-        """The part that is JSON."""
-        return {"cursor": self.cursor.to_dict(), "progress": asdict(self.progress)}
 
 
 def train_ppo(run: Run, parts: PPOParts, train: TrainState, moments: Moments) -> PPOState:
@@ -93,6 +43,10 @@ def train_ppo(run: Run, parts: PPOParts, train: TrainState, moments: Moments) ->
         cursor=cursors.start(run.task.prompts, run.config.seed),
         progress=Progress(),
     )
+    for line in shapes(parts):
+        run.say(f"shape: {line}")
+    if run.config.compute.precompile:
+        precompile(run, parts, state)
     checkpoints, best = run.checkpoints("ppo"), run.checkpoints("best", keep=1)
     if run.resume and checkpoints.latest() is not None:
         _restore(run, state, checkpoints)
@@ -104,7 +58,9 @@ def train_ppo(run: Run, parts: PPOParts, train: TrainState, moments: Moments) ->
         total=config.iterations, initial=state.progress.iteration, desc="ppo", mininterval=1.0
     ) as bar:
         while state.progress.iteration < config.iterations and not state.progress.stopped:
-            values = iterate(run, parts, state)
+            with compilations() as compiled:
+                values = iterate(run, parts, state)
+            _show_late(run, state, compiled)
             done = state.progress.iteration
             last = done == config.iterations or bool(state.progress.stopped)
             if last or (run.config.evaluation.every and done % run.config.evaluation.every == 0):
@@ -117,6 +73,14 @@ def train_ppo(run: Run, parts: PPOParts, train: TrainState, moments: Moments) ->
     checkpoints.close()
     best.close()
     return state
+
+
+def _show_late(run: Run, state: PPOState, compiled: list[str]) -> None:
+    """Name what was compiled in an iteration that should have found everything ready."""
+    last = state.progress.iteration - 1
+    if last > 0 or run.config.compute.precompile:
+        for program in compiled:
+            run.say(f"ppo: iteration {last} had to compile {program}")
 
 
 def _restore(run: Run, state: PPOState, checkpoints: Checkpoints) -> None:
@@ -147,7 +111,7 @@ def iterate(run: Run, parts: PPOParts, state: PPOState) -> dict[str, float]:
     batch, checks = parts.score(state.train, prompts, samples, iteration)
     clock = progress.spend("scoring", clock)
 
-    experience, values = _experience(run, state, batch)
+    experience, values = shape_experience(run, state, batch)
     updates = update(run, parts, state, experience)
     progress.spend("update", clock)
 
@@ -167,41 +131,6 @@ def iterate(run: Run, parts: PPOParts, state: PPOState) -> dict[str, float]:
     log_samples(run, "ppo", iteration, samples[:shown], batch.scores)
     _watch(run, state, values)
     return values
-
-
-def _experience(
-    run: Run, state: PPOState, batch: ScoredBatch
-) -> tuple[Experience, dict[str, float]]:
-    config = run.config
-    if config.reward.normalise == "running":
-        state.moments = update_moments(
-            state.moments, jnp.asarray(batch.scores), jnp.asarray(batch.valid)
-        )
-    count = len(batch.scores)
-    order = np.arange(count)
-    if config.reward.control == "shuffled":
-        order = permutation(count, config.seed, ORDER_SEED + 1, state.progress.iteration)
-    shaped = shape(
-        batch,
-        None if config.reward.normalise == "none" else state.moments,
-        jnp.asarray(state.kl_coef),
-        order,
-        reward=config.reward,
-        ppo=config.ppo,
-    )
-    values = experience_metrics(batch, shaped)
-    values["kl_coef"] = float(state.kl_coef)
-    if config.ppo.kl.controller == "adaptive":
-        state.kl_coef = np.float32(
-            adaptive_kl_update(
-                state.kl_coef,
-                values["kl"],
-                target=config.ppo.kl.target,
-                horizon=config.ppo.kl.horizon,
-                n_samples=int(batch.valid.sum()),
-            )
-        )
-    return make_experience(batch, shaped), values
 
 
 def update(run: Run, parts: PPOParts, state: PPOState, experience: Experience) -> dict[str, float]:

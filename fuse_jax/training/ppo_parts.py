@@ -82,7 +82,8 @@ class PPOParts:
 
     # ------------------------------------------------------------------ scoring
 
-    def _models(self, train: TrainState | None, actor: Params | None = None) -> dict[Role, Model]:
+    def models(self, train: TrainState | None) -> dict[Role, Model]:
+        """What scoring reads: the frozen models, and those of `train`."""
         archs = self.run.archs
         found: dict[Role, Model] = {"reference": Model(archs["reference"], self.reference)}
         if self.reward_model is not None:
@@ -92,12 +93,16 @@ class PPOParts:
             found["critic"] = Model(archs["critic"], train.params["critic"])
         return found
 
+    def scorers(self) -> list[Scorer]:
+        """All scorers of the run."""
+        return [one for one in (self.scorer, self.rewarder, self.checker) if one is not None]
+
     def score(
         self, train: TrainState, prompts: Sequence[Prompt], samples: list[Sample], iteration: int
     ) -> tuple[ScoredBatch, dict[str, float]]:
         """Every column of `samples`; in iteration 0 the trainer's log-probs are checked too."""
         config = self.run.config
-        found = self._models(train)
+        found = self.models(train)
         scored, rewards = score_samples(samples, self.scorer, found, self.text_rewards)
         batch = self._batch(samples, scored, rewards)
         recompute = config.ppo.recompute_log_probs
@@ -159,7 +164,7 @@ class PPOParts:
 
     def scores(self, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
         """Raw scores `[N]` of the reward source, and which of them are valid."""
-        return raw_scores(samples, self.text_rewards, self.rewarder, self._models(None))
+        return raw_scores(samples, self.text_rewards, self.rewarder, self.models(None))
 
     # ------------------------------------------------------------------ update
 

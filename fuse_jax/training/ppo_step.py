@@ -13,11 +13,10 @@ from jax.sharding import Mesh
 from fuse_jax.training.gradients import BOTH, HyperParameters, serial_gradients
 from fuse_jax.training.minibatch import Minibatch, minibatch_shardings
 from fuse_jax.training.optimizers import Optimizer, make_optimizer
-from fuse_jax.training.state import TrainState, apply_gradients, create_state, jit_step
+from fuse_jax.training.state import CompiledStep, TrainState, apply_gradients, create_state
 
 Metrics = dict[str, Array]
 Gradients = Callable[[dict[str, Any], Minibatch], tuple[dict[str, Any], Metrics]]
-Step = Callable[[TrainState, Minibatch], tuple[TrainState, Metrics]]
 
 
 def ppo_step(
@@ -49,6 +48,24 @@ def create_ppo_state(params: dict[str, Any], hp: HyperParameters, mesh: Mesh) ->
     return create_state(params, ppo_optimizers(hp), archs, mesh)
 
 
+class Step:
+    """`ppo_step` compiled for a mesh: call it with a state, which is donated, and a mini-batch."""
+
+    def __init__(self, compiled: CompiledStep, mesh: Mesh) -> None:
+        self._compiled, self._mesh = compiled, mesh
+
+    def _placed(self, minibatch: Minibatch) -> Minibatch:
+        """On the mesh, without waiting for it."""
+        return jax.device_put(minibatch, minibatch_shardings(minibatch, self._mesh))
+
+    def precompile(self, state: TrainState, minibatch: Minibatch) -> None:
+        """Compile now; every mini-batch of a run has the shapes of this one."""
+        self._compiled.precompile(state, self._placed(minibatch))
+
+    def __call__(self, state: TrainState, minibatch: Minibatch) -> tuple[TrainState, Metrics]:
+        return self._compiled(state, self._placed(minibatch))
+
+
 def make_step(
     mesh: Mesh,
     hp: HyperParameters,
@@ -56,16 +73,10 @@ def make_step(
     gradients: Callable[..., tuple[dict[str, Any], Metrics]] = serial_gradients,
     train: tuple[str, ...] = BOTH,
 ) -> Step:
-    """`ppo_step` for `mesh`, jitted: state donated, params by path rules, rows over (data, fsdp).
+    """`ppo_step` for `mesh`: state donated, params by path rules, rows over (data, fsdp).
 
     `train` is static: the step that leaves the actor alone (critic warm-up, KL early stop) is a
-    second executable that holds none of the actor's work. Give host mini-batches; they are put on
-    the mesh first (without waiting for it).
+    second executable that holds none of the actor's work.
     """
     bound = partial(ppo_step, hp=hp, gradients=partial(gradients, hp=hp, train=train))
-    run = jit_step(bound, {"actor": hp.actor, "critic": hp.critic}, mesh)
-
-    def step(state: TrainState, minibatch: Minibatch) -> tuple[TrainState, Metrics]:
-        return run(state, jax.device_put(minibatch, minibatch_shardings(minibatch, mesh)))
-
-    return step
+    return Step(CompiledStep(bound, {"actor": hp.actor, "critic": hp.critic}, mesh), mesh)

@@ -32,7 +32,7 @@ from fuse_jax.rl.losses import bradley_terry_loss
 from fuse_jax.training.minibatch import Leaf
 from fuse_jax.training.optimizers import Optimizer
 from fuse_jax.training.sft import group_rows
-from fuse_jax.training.state import TrainState, apply_gradients, jit_step
+from fuse_jax.training.state import CompiledStep, TrainState, apply_gradients
 
 Metrics = dict[str, Array]
 
@@ -162,7 +162,7 @@ def make_reward_step(
 ) -> Callable[[TrainState, PackedPairs], tuple[TrainState, Metrics]]:
     """`reward_step` for `mesh`, jitted and donating the state; takes packed pairs of the host."""
     bound = partial(reward_step, arch=arch, compute=compute, optimizer=optimizer, score_l2=score_l2)
-    run = jit_step(bound, {"reward_model": arch}, mesh)
+    run = CompiledStep(bound, {"reward_model": arch}, mesh)
     shards = row_shards(mesh)
     by_rows, everywhere = NamedSharding(mesh, P(None, ROW_AXES)), replicated(mesh)
 

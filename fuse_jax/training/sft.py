@@ -23,7 +23,7 @@ from fuse_jax.rl.losses import loss_weights, next_token_loss
 from fuse_jax.training.gradients import accumulate
 from fuse_jax.training.minibatch import BucketBatches, Leaf
 from fuse_jax.training.optimizers import Optimizer
-from fuse_jax.training.state import TrainState, apply_gradients, jit_step
+from fuse_jax.training.state import CompiledStep, TrainState, apply_gradients
 
 Metrics = dict[str, Array]
 
@@ -113,7 +113,7 @@ def make_sft_step(
 ) -> Callable[[TrainState, PackedBatch], tuple[TrainState, Metrics]]:
     """`sft_step` for `mesh`, jitted and donating the state; takes packed batches of the host."""
     bound = partial(sft_step, arch=arch, compute=compute, optimizer=optimizer)
-    run = jit_step(bound, {"actor": arch}, mesh)
+    run = CompiledStep(bound, {"actor": arch}, mesh)
     shards = row_shards(mesh)
 
     def step(state: TrainState, batch: PackedBatch) -> tuple[TrainState, Metrics]:

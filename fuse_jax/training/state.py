@@ -68,21 +68,31 @@ def state_shardings(state: Any, archs: Mapping[str, Architecture], mesh: Mesh) -
     )
 
 
-def jit_step(
-    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]],
-    archs: Mapping[str, Architecture],
-    mesh: Mesh,
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]]:
-    """`step(state, batch)` under jit: the state donated and kept in its shardings on `mesh`."""
-    compiled: list[Any] = []
+class CompiledStep:
+    """`step(state, batch) -> (state, metrics)`, compiled once: its shapes are those of the run.
 
-    def run(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
-        if not compiled:  # the optimiser state's tree is not known before the first call
-            shardings = (state_shardings(state, archs, mesh), replicated(mesh))
-            compiled.append(jax.jit(step, donate_argnums=0, out_shardings=shardings))
-        return compiled[0](state, batch)
+    The state is donated and kept in its shardings on `mesh`.
+    """
 
-    return run
+    def __init__(
+        self,
+        step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Array]]],
+        archs: Mapping[str, Architecture],
+        mesh: Mesh,
+    ) -> None:
+        self._step, self._archs, self._mesh = step, archs, mesh
+        self._executable: Any = None
+
+    def precompile(self, state: TrainState, batch: Any) -> None:
+        """Compile for arrays (or shapes with shardings) like these, if that was not done yet."""
+        if self._executable is None:
+            shardings = (state_shardings(state, self._archs, self._mesh), replicated(self._mesh))
+            jitted = jax.jit(self._step, donate_argnums=0, out_shardings=shardings)
+            self._executable = jitted.lower(state, batch).compile()
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
+        self.precompile(state, batch)
+        return self._executable(state, batch)
 
 
 def apply_gradients(
@@ -100,7 +110,7 @@ def apply_gradients(
     metrics = {}
     for name, gradient in grads.items():
         optimizer = optimizers[name]
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(norm)
         gradient = clip(gradient, norm, optimizer.max_grad_norm)
         step, moments = optimizer.transform.update(gradient, opt_state[name], params[name])

@@ -172,12 +172,18 @@ def test_stages_run_alone_from_exported_directories(undisturbed, tmp_path):
     assert alone["reward_after"] == pytest.approx(report["reward_after"], abs=1e-5)
 
 
-def test_precompiled_run_compiles_nothing_later(tmp_path, caplog):
+@pytest.mark.parametrize("precompile", [True, False])
+def test_late_compilations_are_named_and_precompile_leaves_none(tmp_path, capsys, precompile):
     config = tiny()
-    config.compute.precompile = True
+    config.compute.precompile = precompile
     train(config, tmp_path)
-    late = [row["late_compilations"] for row in numbers(tmp_path) if row["stage"] == "ppo"]
-    assert late == [0, 0, 0, 0]
+    printed = capsys.readouterr().out
+    assert "shape: generate 8 rows" in printed
+    late = [line for line in printed.splitlines() if "had to compile" in line]
+    if precompile:
+        assert not late
+    else:  # the first update of the actor comes after the critic's warm-up
+        assert any("iteration 1 had to compile" in line and "ppo_step" in line for line in late)
 
 
 def excluding_reward(prompt: str, response: str, meta: dict) -> float:
