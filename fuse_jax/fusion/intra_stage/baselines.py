@@ -1,7 +1,8 @@
 """The schedules to beat: serial and concatenated 1F1B, a Chimera-like one, and the RLHFuse
 authors' greedy and annealing.
 
-As schedules, so that anything can time and check them; and as closed formulas for what cannot be
+As schedules, so that anything can time and check them (a memory cap is not looked at); and as
+closed formulas for what cannot be
 fused: GPipe, interleaved 1F1B and ZB-H1, each model alone, one after the other. Formulas are for
 equal stages and micro-batches and free transfers.
 """
@@ -127,8 +128,8 @@ def alone(problem: Problem, model: int) -> Schedule:
     return Schedule(only, _model_rows(only, model))
 
 
-def serial_1f1b(problem: Problem, cost_model: str = "ideal") -> Serial:
-    """Serial 1F1B with a barrier between the models: times add, the peak is the larger one.
+def serial_runs(problem: Problem) -> list[Schedule]:
+    """Serial 1F1B as one schedule a model, to be run one after the other.
 
     The baseline of every speed-up: not split, no virtual stages. A split problem is timed with B
     and W as one backward, a chunked one with each device's chunks joined in one stage.
@@ -136,7 +137,14 @@ def serial_1f1b(problem: Problem, cost_model: str = "ideal") -> Serial:
     plain = replace(
         problem, actor=_unsplit(problem.actor), critic=_unsplit(problem.critic), memory_cap=None
     )
-    runs = [alone(plain, model) for model in (0, 1) if plain.pipelines[model].micro_batches]
+    return [alone(plain, model) for model in (0, 1) if plain.pipelines[model].micro_batches]
+
+
+def serial_1f1b(problem: Problem, cost_model: str = "ideal") -> Serial:
+    """Serial 1F1B with a barrier between the models (`serial_runs`): times add, the peak is the
+    larger one.
+    """
+    runs = serial_runs(problem)
     return Serial(
         makespan=sum(run.makespan(cost_model) for run in runs),
         peak_memory=max(run.peak_memory for run in runs),
