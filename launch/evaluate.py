@@ -14,7 +14,9 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-OUT = flags.DEFINE_string("out", None, "Directory for samples.jsonl and summary.json.")
+OUT = flags.DEFINE_string(
+    "out", None, "Directory for samples.jsonl and summary.json.", required=True
+)
 GREEDY = flags.DEFINE_bool("greedy", False, "Take the likeliest token each time.")
 SHOWN = flags.DEFINE_integer("shown", 5, "Answers to print.")
 # The keys are those of fuse_jax/config.py.
@@ -57,5 +59,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["out"])
     app.run(main)

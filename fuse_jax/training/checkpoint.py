@@ -80,10 +80,11 @@ def read_part(directory: Path, like: Any, step: int | None = None) -> tuple[int,
     options = ocp.CheckpointManagerOptions(create=False)
     with ocp.CheckpointManager(Path(directory).absolute(), options=options) as manager:
         saved = sorted(manager.all_steps())
-        step = step if step is not None or not saved else saved[-1]
+        if not saved:
+            raise CheckpointError(f"{directory}: no finished checkpoint here")
+        step = saved[-1] if step is None else step
         if step not in saved:
-            wanted = "no finished checkpoint" if step is None else f"no checkpoint {step}"
-            raise CheckpointError(f"{directory}: {wanted} here, only {saved}")
+            raise CheckpointError(f"{directory}: no checkpoint {step} here, only {saved}")
         arrays = ocp.args.PyTreeRestore(
             item=like,
             restore_args=ocp.checkpoint_utils.construct_restore_args(like),

@@ -54,7 +54,9 @@ def summary(
         "truncated": float(sum(sample.truncated for sample in samples)),
     }
     if gold is not None:
-        right = np.array([gold(one.prompt_tokens, one.response_tokens) for one in samples])
+        right = np.array(
+            [gold(s.prompt_tokens.tolist(), s.response_tokens.tolist()) for s in samples]
+        )
         values["gold"] = float(right.mean())
         values["auc"] = float(auc(scores[valid], right[valid]))
     return values

@@ -14,6 +14,7 @@ from fuse_jax.config import Config
 from fuse_jax.config_read import ConfigError, read_config
 from fuse_jax.data.countdown import Countdown
 from fuse_jax.data.loading import load_prompts
+from fuse_jax.data.tokenizer import load_tokenizer
 from fuse_jax.placement.mesh import make_mesh
 from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Model
@@ -25,7 +26,7 @@ from fuse_jax.training.generation import Generator
 from fuse_jax.training.metrics import RunLog
 from fuse_jax.training.ppo_parts import make_scorer, make_text_rewards, raw_scores
 from fuse_jax.training.sample_table import log_samples
-from fuse_jax.training.task import Task, build_vocabulary
+from fuse_jax.training.task import Task, tokenizer_path
 
 STAGE = "evaluate"  # of the lines in samples.jsonl
 
@@ -93,7 +94,7 @@ def build_prompts(config: Config, say: Callable[[str], None]) -> Task:
     if config.data.task == "countdown":
         task = Countdown()
         return Task(task, prompts=task.held_out_prompts()[:limit], gold=task.gold)
-    vocabulary = build_vocabulary(config)
+    vocabulary = load_tokenizer(tokenizer_path(config))
     prompts, _ = load_prompts(
         config.data.prompts,
         vocabulary,
