@@ -100,20 +100,31 @@ def sample(logits: Float[Array, "B V"], keys: Any, sampling: Sampling, *, gaps: 
         real = jnp.arange(logits.shape[-1]) < sampling.valid_vocab
         logits = jnp.where(real, logits, -jnp.inf)
     if sampling.greedy:
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        tokens = _first_best(logits)
         return Draw(tokens, jnp.zeros(tokens.shape), _lead(logits, tokens) if gaps else None)
     if sampling.temperature != 1.0:
         logits = logits / sampling.temperature
     logits, margin = _cut(logits, sampling, gaps)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
     perturbed = logits + noise
-    tokens = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+    tokens = _first_best(perturbed)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
     if not gaps:
         return Draw(tokens, log_probs, None)
     lead = _lead(perturbed, tokens)
     return Draw(tokens, log_probs, lead if margin is None else jnp.minimum(lead, margin))
+
+
+def _first_best(scores: Array) -> Array:
+    """argmax, int32 `[B]`, in two passes: XLA's argmax on CPU is four times slower (measured).
+
+    A row with NaN gets the last id, and log-probability NaN.
+    """
+    size = scores.shape[-1]
+    at_top = scores == jnp.max(scores, axis=-1, keepdims=True)
+    first = jnp.min(jnp.where(at_top, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
+    return jnp.minimum(first, size - 1)
 
 
 def _lead(scores: Array, best: Array) -> Array:

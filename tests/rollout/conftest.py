@@ -13,6 +13,7 @@ import pytest
 from fuse_jax.config import RolloutConfig
 from fuse_jax.models import transformer
 from fuse_jax.models.architecture import Architecture
+from fuse_jax.placement.mesh import single_device_mesh
 from fuse_jax.rollout.engine import Engine
 
 # Lets the tests here import the numpy oracle.
@@ -34,7 +35,7 @@ ROLLOUT = RolloutConfig(
     max_prompt_length=20,
     max_new_tokens=50,
     chunk=4,
-    prefill_rows=4,
+    prefill_rows=8,
     prompt_buckets=(8, 20),
     cache_block=16,
     temperature=0.8,
@@ -71,6 +72,12 @@ def setup() -> Setup:
     prompts = [rng.integers(0, VALID, n).astype(np.int32) for n in lengths]
     engine = Engine(ARCH, ROLLOUT, STOPS, VALID, gaps=True)
     return Setup(engine, make_params(ARCH), jax.random.key(5), prompts)
+
+
+@pytest.fixture(scope="session")
+def elsewhere(uncapped: Engine) -> Engine:
+    """The engine without stop tokens on another device."""
+    return dataclasses.replace(uncapped, mesh=single_device_mesh(jax.devices()[2]))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from fuse_jax.placement.mesh import single_device_mesh
 from fuse_jax.rollout.batcher import Batcher, Request, RolloutStats, generate_samples
 from fuse_jax.rollout.warmup import count_compilations, precompile
 
@@ -104,11 +103,18 @@ def test_all_at_the_cap_and_all_of_length_one(setup, uncapped):
     assert stats.decode_steps == 0
     for i in ids:
         assert ones[i].response_tokens[0] == capped[i].response_tokens[0]
-    # A stop token drawn first: a response of one token that is not truncated.
-    stopping = dataclasses.replace(uncapped, stop_tokens=tuple(range(37)))
-    stopped, _ = generate(setup, stopping, ids)
-    assert all(len(s.response_tokens) == 1 and not s.truncated for s in stopped.values())
-    np.testing.assert_array_equal(stopped[3].response_tokens, ones[3].response_tokens)
+
+
+def test_a_stop_token_drawn_first_is_a_response_of_one_token(setup):
+    prompts = [setup.prompts[0]] * 64
+    draw = {"seed_key": setup.seed_key, "stats": (stats := RolloutStats())}
+    ones = list(generate_samples(setup.engine, setup.params, prompts, max_new_tokens=1, **draw))
+    stopped = {s.sample_id for s in ones if s.response_tokens[0] in (3, 11)}
+    assert 1 <= len(stopped) < 20
+    assert all(s.truncated == (s.sample_id not in stopped) for s in ones)
+    assert stats.decode_steps == 0
+    free = list(generate_samples(setup.engine, setup.params, prompts, **draw))
+    assert {s.sample_id for s in free if len(s.response_tokens) == 1} == stopped
 
 
 def test_a_shorter_cap_cuts_the_same_response(setup, uncapped):
@@ -128,7 +134,7 @@ def test_a_finished_slot_is_refilled_before_the_next_chunk(setup, uncapped):
     _, stats = generate(setup, uncapped, ids, max_new_tokens=caps)
     assert stats.decode_steps == 48
     # Two buckets: at most one group of each has padding rows.
-    assert stats.prefill_padding_rows <= 2 * 3
+    assert stats.prefill_padding_rows <= 2 * 7
     assert stats.prefill_rows == 24
 
 
@@ -165,10 +171,11 @@ def test_nothing_compiles_after_precompile(setup, uncapped):
 
 def _migrate_everything(setup, source_engine, target_engine):
     """Run 8 samples, move each slot to another batcher after two chunks, finish there."""
+    caps = [50, 30, 20, 7, 44, 50, 13, 25, 40]
     source = Batcher(source_engine, setup.params, setup.seed_key)
     target = Batcher(target_engine, setup.params, setup.seed_key)
-    source.submit(Request(i, setup.prompts[i], 50, {"row": i}) for i in range(8))
-    target.submit([Request(8, setup.prompts[8], 50, {"row": 8})])
+    source.submit(Request(i, setup.prompts[i], caps[i], {"row": i}) for i in range(8))
+    target.submit([Request(8, setup.prompts[8], caps[8], {"row": 8})])
     target.launch()
     samples = target.collect()
     for _ in range(2):
@@ -188,10 +195,11 @@ def _migrate_everything(setup, source_engine, target_engine):
     return {s.sample_id: s for s in samples}
 
 
-def test_migrated_samples_are_bit_equal(setup, all_samples):
-    mesh = single_device_mesh(jax.devices()[2])
-    moved = _migrate_everything(setup, setup.engine, dataclasses.replace(setup.engine, mesh=mesh))
-    assert_same({i: all_samples[0][i] for i in range(9)}, moved)
+def test_migrated_samples_are_bit_equal(setup, uncapped, elsewhere):
+    moved = _migrate_everything(setup, uncapped, elsewhere)
+    caps = [len(moved[i].response_tokens) for i in range(9)]
+    assert caps == [50, 30, 20, 7, 44, 50, 13, 25, 40]
+    assert_same(generate(setup, uncapped, list(range(9)), max_new_tokens=caps)[0], moved)
 
 
 def test_detaching_is_refused_while_tokens_are_unread(setup):

@@ -10,19 +10,18 @@ import numpy as np
 import pytest
 
 from fuse_jax.models import heads, transformer
-from fuse_jax.placement.mesh import single_device_mesh
 from fuse_jax.rollout import engine as engine_module
 from fuse_jax.rollout.batcher import Request, prefill_arrays
 from fuse_jax.rollout.engine import Engine, Rows
 
-SLOTS, ROWS, NOWHERE = 8, 4, 8
+SLOTS, ROWS, NOWHERE = 8, 8, 8
 
 
 def prefill(setup, engine, ids, *, cap=50, prompts=None, bucket=20):
     prompts = setup.prompts if prompts is None else prompts
     requests = [Request(i, prompts[i], cap) for i in ids]
     arrays = prefill_arrays(requests, ROWS, bucket)
-    return engine.prefill(setup.params, *arrays, setup.seed_key)
+    return engine.prefill(engine.place_params(setup.params), *arrays, setup.seed_key)
 
 
 def place(slots):
@@ -35,7 +34,8 @@ def decode(setup, engine, state, chunks):
     """All tokens and log-probs `[steps, slots]` of `chunks` dispatches."""
     tokens, log_probs = [np.zeros((0, SLOTS), np.int32)], [np.zeros((0, SLOTS), np.float32)]
     for _ in range(chunks):
-        state, chunk = engine.generate(setup.params, state, setup.seed_key)
+        params = engine.place_params(setup.params)
+        state, chunk = engine.generate(params, state, setup.seed_key)
         tokens.append(np.asarray(chunk.tokens))
         log_probs.append(np.asarray(chunk.log_probs))
     return state, np.concatenate(tokens), np.concatenate(log_probs)
@@ -114,18 +114,16 @@ def test_a_longer_neighbour_does_not_change_a_bit(setup, uncapped):
 
 
 @pytest.mark.parametrize("chunks_before", [0, 1, 5])
-def test_a_moved_slot_goes_on_bit_equal(setup, uncapped, chunks_before):
+def test_a_moved_slot_goes_on_bit_equal(setup, uncapped, elsewhere, chunks_before):
     rows, _ = prefill(setup, uncapped, [2, 3])
     state = uncapped.insert(uncapped.init_decode_state(), rows, place([4, 5]))
     state, _, _ = decode(setup, uncapped, state, chunks_before)
     moved = uncapped.extract(state, place([5, 4]))
     _, stayed, stayed_log_probs = decode(setup, uncapped, state, 4)
 
-    elsewhere = dataclasses.replace(uncapped, mesh=single_device_mesh(jax.devices()[3]))
-    params = jax.device_put(setup.params, jax.devices()[3])
     target = elsewhere.insert(elsewhere.init_decode_state(), elsewhere.place(moved), place([7, 0]))
-    assert target.keys.devices() == {jax.devices()[3]}
-    _, tokens, log_probs = decode(setup._replace(params=params), elsewhere, target, 4)
+    assert target.keys.devices() == {jax.devices()[2]}
+    _, tokens, log_probs = decode(setup, elsewhere, target, 4)
     np.testing.assert_array_equal(stayed[:, [5, 4]], tokens[:, [7, 0]])
     np.testing.assert_array_equal(stayed_log_probs[:, [5, 4]], log_probs[:, [7, 0]])
 
@@ -142,7 +140,7 @@ def test_done_and_released_slots_are_left_alone(setup, uncapped):
     done = uncapped.extract(state, place([0, 1, 2, 3]))
     assert done.done.tolist() == [True, True, True, False]
     assert done.generated.tolist() == [6, 1, 6, 9]
-    state, chunk = uncapped.generate(setup.params, state, setup.seed_key)
+    state, chunk = uncapped.generate(uncapped.place_params(setup.params), state, setup.seed_key)
     later = uncapped.extract(state, place([0, 1, 2, 3]))
     assert_rows_equal(done, later, [0, 1, 2], [0, 1, 2])
     assert chunk.counts.tolist() == [0, 0, 0, 4, 0, 0, 0, 0]
@@ -177,9 +175,9 @@ def test_stop_tokens_and_caps_end_a_row(setup):
 def test_a_chunk_ends_when_all_slots_are_done(setup, uncapped):
     rows, _ = prefill(setup, uncapped, [0], cap=2)
     state = uncapped.insert(uncapped.init_decode_state(), rows, place([0]))
-    state, chunk = uncapped.generate(setup.params, state, setup.seed_key)
+    state, chunk = uncapped.generate(uncapped.place_params(setup.params), state, setup.seed_key)
     assert int(chunk.steps) == 1 and int(chunk.counts[0]) == 1
-    _, chunk = uncapped.generate(setup.params, state, setup.seed_key)
+    _, chunk = uncapped.generate(uncapped.place_params(setup.params), state, setup.seed_key)
     assert int(chunk.steps) == 0 and not chunk.counts.any()
 
 
@@ -200,7 +198,7 @@ def test_state_is_donated(setup, uncapped):
     rows, _ = prefill(setup, uncapped, [0])
     empty = uncapped.init_decode_state()
     state = uncapped.insert(empty, rows, place([0]))
-    uncapped.generate(setup.params, state, setup.seed_key)
+    uncapped.generate(uncapped.place_params(setup.params), state, setup.seed_key)
     assert empty.keys.is_deleted() and state.keys.is_deleted()
     assert not rows.keys.is_deleted()
 
