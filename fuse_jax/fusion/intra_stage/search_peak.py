@@ -34,7 +34,8 @@ def _fall_by_caps(
 ) -> Schedule:
     """Bisect the cap between `goal` and the peak; keep the lowest schedule within `limit`."""
     best, low = start, goal
-    smallest = int(finder.graph.take[finder.graph.take > 0].min(initial=1))
+    takes = finder.graph.take[finder.graph.take > 0]
+    smallest = int(takes.min()) if takes.size else 1
     work = _CAP_EVALUATIONS * finder.graph.duration.size
     while _peak(best) - low > smallest and not meter.stop:
         cap = (low + _peak(best)) // 2

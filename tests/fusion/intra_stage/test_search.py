@@ -142,3 +142,32 @@ def test_plans_cut_short_by_time_are_not_kept(tmp_path):
     found, _ = plans.find_plan(problem, time_limit=0.02, directory=tmp_path)
     assert found.stopped_by == "time"
     assert list(tmp_path.iterdir()) == []
+
+
+EDGES = {
+    "one model": Problem(Pipeline(4, 6, 2, 3, 1), Pipeline(4, 0, 1, 1, 1, direction="down")),
+    "other model": Problem(Pipeline(4, 0, 2, 3, 1), Pipeline(2, 3, 1, 1, 1, direction="down")),
+    "one device": Problem(Pipeline(1, 2, 2, 3, 1), Pipeline(1, 3, 1, 1, 1)),
+    "no memory": Problem(Pipeline(2, 2, 2, 3), Pipeline(2, 3, 1, 1, direction="down")),
+    "empty micro-batches": Problem(
+        Pipeline(2, 3, 2, 3, 1, lengths=(1, 0, 2)), Pipeline(4, 3, 1, 1, 1, lengths=(0, 0, 0))
+    ),
+    "no time": Problem(Pipeline(2, 3, 0, 0, 1), Pipeline(2, 3, 0, 0, 1)),
+    "everything": Problem(
+        Pipeline(3, 3, 2, 3, 1, weight_grad=1, chunks=3, tail=5, lag=0.5),
+        Pipeline(2, 2, 1, 1, 1, chunks=2, placement="vee", direction="down"),
+        memory_cap=4.0,
+    ),
+    "idle devices' share": Problem(Pipeline(2, 1, 2, 3, 1), Pipeline(2, 0, 1, 1), devices=6),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_are_searched_like_any_other(name):
+    problem = EDGES[name]
+    found = search(problem, evaluations=3_000)
+    assert found.bound <= found.makespan == found.schedule.check().makespan()
+    lower = lower_peak(found, evaluations=3_000)
+    assert lower.memory_bound <= lower.peak_memory <= found.peak_memory
+    blocked = search(problem, cost_model="rendezvous", evaluations=3_000)
+    assert found.bound <= blocked.makespan == blocked.schedule.check().makespan("rendezvous")
