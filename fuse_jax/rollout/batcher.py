@@ -154,7 +154,7 @@ class Batcher:
 
     def is_ready(self) -> bool:
         """Whether `collect` would return without waiting for the device."""
-        return bool(self._launched) and self._launched[0].chunk.done.is_ready()
+        return bool(self._launched) and self._launched[0].chunk.done.is_ready()  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------ driving it
 

@@ -30,10 +30,10 @@ def count_compilations() -> Iterator[Compilations]:
     """Count what XLA compiles (programs found in the persistent cache count too)."""
     seen = Compilations()
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event == COMPILED:
             seen.count += 1
-            seen.seconds += duration
+            seen.seconds += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fuse_jax.models import heads, transformer
-from fuse_jax.rollout import engine as engine_module
+from fuse_jax.rollout import programs
 from fuse_jax.rollout.batcher import Request, prefill_arrays
 from fuse_jax.rollout.engine import Engine, Rows
 
@@ -138,8 +138,8 @@ def test_done_and_released_slots_are_left_alone(setup, uncapped):
     state, _, _ = decode(setup, uncapped, state, 2)
     assert_rows_equal(uncapped.extract(state, place([1])), before, [0], [0])
     done = uncapped.extract(state, place([0, 1, 2, 3]))
-    assert done.done.tolist() == [True, True, True, False]
-    assert done.generated.tolist() == [6, 1, 6, 9]
+    assert done.done[:4].tolist() == [True, True, True, False]
+    assert done.generated[:4].tolist() == [6, 1, 6, 9]
     state, chunk = uncapped.generate(uncapped.place_params(setup.params), state, setup.seed_key)
     later = uncapped.extract(state, place([0, 1, 2, 3]))
     assert_rows_equal(done, later, [0, 1, 2], [0, 1, 2])
@@ -187,7 +187,7 @@ def test_the_cache_is_updated_in_place(setup, uncapped):
         uncapped, rollout=dataclasses.replace(uncapped.rollout, max_new_tokens=2000)
     )
     state = big.init_decode_state()
-    program = engine_module._generate.lower(big, setup.params, state, setup.seed_key).compile()
+    program = programs.generate.lower(big, setup.params, state, setup.seed_key).compile()
     memory = program.memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < state.keys.nbytes / 4
