@@ -29,11 +29,12 @@ def get_config() -> ConfigDict:
 
     config.rollout.max_prompt_length = 128
     config.rollout.max_new_tokens = 128
+    config.rollout.temperature = 0.7
     config.rollout.slots = 8
     config.rollout.prefill_rows = 8
     config.rollout.prompt_buckets = "128"
     config.compute.sequence_buckets = "192,256"
-    config.compute.micro_batch_tokens = 512
+    config.compute.micro_batch_tokens = 256  # a row: activations are most of the memory
     config.compute.scoring_tokens = 1024
     config.compute.log_prob_chunk = 16  # 49,152 logits a position: few positions at a time
 

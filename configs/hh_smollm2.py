@@ -27,19 +27,20 @@ def get_config() -> ConfigDict:
 
     config.rollout.max_prompt_length = 96
     config.rollout.max_new_tokens = 32
+    config.rollout.temperature = 0.7
     config.rollout.slots = 8
     config.rollout.prefill_rows = 8
     config.rollout.prompt_buckets = "48,96"
     config.compute.sequence_buckets = "80,128"
-    config.compute.micro_batch_tokens = 512
+    config.compute.micro_batch_tokens = 128  # a row: activations are most of the memory
     config.compute.scoring_tokens = 1024
     config.compute.log_prob_chunk = 16  # 49,152 logits a position: few positions at a time
 
-    config.reward_training.steps = 24
+    config.reward_training.steps = 16
     config.reward_training.rows = 8
     config.reward_training.row_length = 192
     config.reward_training.max_pairs = 16
-    config.reward_training.optimizer.learning_rate = 3e-5
+    config.reward_training.optimizer.learning_rate = 1e-4
     config.reward_training.optimizer.schedule = "linear"
     config.reward_training.optimizer.warmup_steps = 3
 

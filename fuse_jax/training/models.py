@@ -1,4 +1,8 @@
-"""Where each model of a run comes from: an HF directory, another model, or random numbers."""
+"""Where each model of a run comes from: an HF directory, another model, or random numbers.
+
+What a model takes from another is shared, not copied: whoever trains it copies (`create_state`),
+and nothing else writes into parameters.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from fuse_jax.data.tokenizer import Vocabulary
 from fuse_jax.models import transformer
@@ -59,9 +62,9 @@ def initial_actor(run: Run) -> Params:
 
 
 def initial_reference(run: Run, actor: Params) -> Params:
-    """The frozen reference: its own directory, or a copy of the actor before PPO."""
+    """The frozen reference: its own directory, or the actor before PPO."""
     path = run.config.reference.path
-    return load(run, "reference", path) if path else copy(actor)
+    return load(run, "reference", path) if path else actor
 
 
 def initial_reward_model(run: Run, actor: Params) -> Params:
@@ -83,18 +86,14 @@ def initial_critic(
         return load_scored(run, "critic", config.path)
     if config.init == "actor" or reward_model is None:
         return with_scalar_head(run, actor)
-    critic = copy(reward_model)
-    critic["head"] = {
-        "kernel": critic["head"]["kernel"] / deviation,
-        "bias": (critic["head"]["bias"] - mean) / deviation,
-    }
-    return critic
+    head = reward_model["head"]
+    scaled = {"kernel": head["kernel"] / deviation, "bias": (head["bias"] - mean) / deviation}
+    return {**reward_model, "head": scaled}
 
 
 def with_scalar_head(run: Run, trunk: Params) -> Params:
-    """A copy of `trunk` whose head gives 0 everywhere."""
-    params = copy({name: leaf for name, leaf in trunk.items() if name != "head"})
-    return {**params, "head": transformer.scalar_head(run.archs["actor"])}
+    """`trunk` with a head that gives 0 everywhere."""
+    return {**trunk, "head": transformer.scalar_head(run.archs["actor"])}
 
 
 def write(
@@ -121,8 +120,3 @@ def write(
             "pad_token_id": vocabulary.pad_token_id,
         },
     )
-
-
-def copy(params: Params) -> Params:
-    """The same numbers in buffers of their own: a donated model must not take another with it."""
-    return jax.tree.map(jnp.copy, params)
