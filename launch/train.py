@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
     from fuse_jax.training.run import REFUSALS, report_text, train  # slow: after the flags
 
     try:
-        report = train(CONFIG.value, Path(WORKDIR.value), resume=RESUME.value)
+        report = train(CONFIG.value, Path(str(WORKDIR.value)), resume=RESUME.value)
     except REFUSALS as error:
         sys.exit(f"error: {error}")
     print(report_text(report))

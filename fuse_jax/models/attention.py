@@ -106,9 +106,11 @@ def _backward(saved: tuple, g: Array) -> tuple[Array, Array, Array, None]:
     by_weight = _dot(scaled, vh, 3, 3) - inner / total
     by_score = (weights * by_weight * (qh.shape[-1] ** -0.5)).astype(qh.dtype)
     by_query, by_key = _dot(by_score, kh, 3, 2), _dot(by_score, qh, 2, 2)
-    grads = (by_query, by_key, by_value)
-    cast = (_tokens_first(x.astype(qh.dtype), length) for x in grads)
-    return (*cast, None)
+
+    def cast(x: Array) -> Array:
+        return _tokens_first(x.astype(qh.dtype), length)
+
+    return cast(by_query), cast(by_key), cast(by_value), None
 
 
 causal_attention_cpu.defvjp(_forward, _backward)

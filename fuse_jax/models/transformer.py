@@ -106,7 +106,7 @@ def _init(arch: Architecture, key: Array, *, head: str) -> Params:
     x = jnp.zeros((1, 1, arch.hidden_size), jnp.float32)
     turn = rotation(arch, jnp.zeros((1, 1), jnp.int32))
 
-    def one(layer_key: Array) -> Params:
+    def one(layer_key: Array) -> Any:
         return block.init(layer_key, x, turn, causal_attention)["params"]
 
     scale = arch.hidden_size**-0.5
@@ -157,7 +157,8 @@ def apply_blocks(
 
     def body(state: tuple[Array, Any], scanned: tuple[Params, Array]) -> tuple[Any, Any]:
         (x, carry), (weights, layer) = state, scanned
-        x, carry, emitted = block.apply({"params": weights}, x, turn, attend, carry, layer)
+        out: Any = block.apply({"params": weights}, x, turn, attend, carry, layer)
+        x, carry, emitted = out
         return (x, carry), emitted
 
     count = jax.tree.leaves(blocks)[0].shape[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +32,17 @@ class ScoredBatch(NamedTuple):
     float32, kl is None unless measured over the whole vocabulary; last_values `[N]` float32.
     """
 
-    tokens: np.ndarray
-    prompt_lengths: np.ndarray
-    response_lengths: np.ndarray
-    truncated: np.ndarray
-    log_probs: np.ndarray
-    ref_log_probs: np.ndarray
-    values: np.ndarray
-    last_values: np.ndarray
-    scores: np.ndarray
-    valid: np.ndarray
-    kl: np.ndarray | None = None
+    tokens: Any
+    prompt_lengths: Any
+    response_lengths: Any
+    truncated: Any
+    log_probs: Any
+    ref_log_probs: Any
+    values: Any
+    last_values: Any
+    scores: Any
+    valid: Any
+    kl: Any = None
 
 
 class Shaped(NamedTuple):
@@ -105,12 +105,14 @@ def shape(
     `permutation` `[N]` reorders the treated scores (the identity, but in a control run). With the
     KL in the loss, rewards carry no KL cost.
     """
+    batch = jax.tree.map(jnp.asarray, batch)
     width = batch.log_probs.shape[1]
     mask = (jnp.arange(width) < batch.response_lengths[:, None]) & batch.valid[:, None]
     mask = mask.astype(jnp.float32)
     scores = treat_scores(batch.scores, batch.truncated, moments, reward)
     scores = jnp.where(batch.valid, scores, 0.0)[permutation]
-    if batch.kl is not None:
+    if ppo.kl.estimator == "full":
+        assert batch.kl is not None
         kl = batch.kl
     else:
         kl = kl_estimate(batch.log_probs, batch.ref_log_probs, ppo.kl.estimator)

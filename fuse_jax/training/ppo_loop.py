@@ -124,7 +124,7 @@ def iterate(run: Run, parts: PPOParts, state: PPOState) -> dict[str, float]:
     if run.task.gold is not None:
         rows = zip(prompts, samples)
         values["gold"] = float(
-            np.mean([run.task.gold(p.tokens, s.response_tokens) for p, s in rows])
+            np.mean([run.task.gold(p.tokens.tolist(), s.response_tokens.tolist()) for p, s in rows])
         )
     run.log.metrics("ppo", iteration, values)
     shown = run.config.evaluation.samples_shown

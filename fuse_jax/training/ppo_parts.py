@@ -191,8 +191,10 @@ def build_parts(
     hp = hyper_parameters(run)
     uses_model = config.reward.source == "model"
     columns: list[Column] = ["ref_log_probs", "values"]
-    columns += ["scores"] if uses_model else []
-    columns += ["full_kl"] if config.ppo.kl.estimator == "full" else []
+    if uses_model:
+        columns.append("scores")
+    if config.ppo.kl.estimator == "full":
+        columns.append("full_kl")
     scorer = partial(make_scorer, run)
     generator = Generator(run)
     parts = PPOParts(

@@ -113,7 +113,7 @@ def _lengths(axes: Axes, ppo: list[dict[str, Any]]) -> None:
 
 def _histogram(axes: Axes, lengths: dict[str, list[int]]) -> None:
     longest = max((max(values) for values in lengths.values() if values), default=1)
-    bins = np.arange(0.5, longest + 1.5, max(1, longest // 60))
+    bins = np.arange(0.5, longest + 1.5, max(1, longest // 60)).tolist()
     for (moment, values), color in zip(lengths.items(), (PLAIN, SAMPLED)):
         if values:
             axes.hist(

@@ -27,6 +27,6 @@ def log_samples(
             "truncated": bool(sample.truncated),
         }
         if gold is not None:
-            row["gold"] = bool(gold(sample.prompt_tokens, sample.response_tokens))
+            row["gold"] = bool(gold(sample.prompt_tokens.tolist(), sample.response_tokens.tolist()))
         rows.append(row)
     run.log.samples(rows)
