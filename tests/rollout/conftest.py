@@ -84,3 +84,9 @@ def elsewhere(uncapped: Engine) -> Engine:
 def uncapped(setup: Setup) -> Engine:
     """The same engine without stop tokens: responses are as long as their caps."""
     return dataclasses.replace(setup.engine, stop_tokens=())
+
+
+@pytest.fixture(scope="session")
+def single_steps(uncapped: Engine) -> Engine:
+    """One decode step a dispatch, as JetStream has it."""
+    return dataclasses.replace(uncapped, rollout=dataclasses.replace(ROLLOUT, chunk=1))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -128,14 +126,13 @@ def test_a_shorter_cap_cuts_the_same_response(setup, uncapped):
 
 
 def test_a_finished_slot_is_refilled_before_the_next_chunk(setup, uncapped):
-    """One response of 49 beside 24 of 5: seven slots turn over while the long one runs."""
-    ids = list(range(24))
-    caps = [49] + [5] * 23
-    _, stats = generate(setup, uncapped, ids, max_new_tokens=caps)
-    assert stats.decode_steps == 48
+    """One response of 17 beside 25 of 5: seven slots turn over every chunk, four times."""
+    ids = list(range(26))
+    _, stats = generate(setup, uncapped, ids, max_new_tokens=[17] + [5] * 25)
+    assert stats.decode_steps == 16
     # Two buckets: at most one group of each has padding rows.
     assert stats.prefill_padding_rows <= 2 * 7
-    assert stats.prefill_rows == 24
+    assert stats.prefill_rows == 26
 
 
 def test_samples_come_out_while_others_still_run(setup, uncapped):
@@ -153,9 +150,8 @@ def test_samples_come_out_while_others_still_run(setup, uncapped):
     assert [s.sample_id for s in made][1:] == [0, 2]
 
 
-def test_nothing_compiles_after_precompile(setup, uncapped):
-    rollout = dataclasses.replace(uncapped.rollout, chunk=3)
-    engine = dataclasses.replace(uncapped, rollout=rollout)
+def test_nothing_compiles_after_precompile(setup, single_steps):
+    engine = single_steps
     compiled = precompile(engine, setup.params, setup.seed_key, migration=True)
     shapes = list(engine.shapes(migration=True))
     assert compiled.count == len(shapes) == len(set(shapes))
@@ -190,6 +186,7 @@ def _migrate_everything(setup, source_engine, target_engine):
         target.launch()
         samples += target.collect()
     assert source.unfinished == 0 and not source.launch()
+    assert np.asarray(source.state.done).all()
     samples += target.run()
     assert all(s.meta["row"] == s.sample_id for s in samples)
     return {s.sample_id: s for s in samples}

@@ -13,6 +13,8 @@ from fuse_jax.models import heads, transformer
 from fuse_jax.rollout import programs
 from fuse_jax.rollout.batcher import Request, prefill_arrays
 from fuse_jax.rollout.engine import Engine, Rows
+from fuse_jax.rollout.sampling import sample as draw_tokens
+from fuse_jax.rollout.sampling import sample_keys
 
 SLOTS, ROWS, NOWHERE = 8, 8, 8
 
@@ -68,6 +70,14 @@ def test_log_probs_are_those_of_a_full_forward_pass(setup, uncapped):
         )
         np.testing.assert_allclose(sampled, given.log_probs[0], atol=1e-5)
         assert sampled.dtype == np.float32
+        # And each draw used the noise of this sample and this position.
+        steps = jnp.arange(len(response))
+        keys = sample_keys(setup.seed_key, jnp.full_like(steps, sample), steps)
+        logits = heads.lm_logits(setup.params, before[0])
+        again = draw_tokens(logits, keys, uncapped.sampling, gaps=True)
+        sure = np.asarray(again.gaps) > 1e-4
+        assert sure.sum() > 40
+        np.testing.assert_array_equal(response[sure], np.asarray(again.tokens)[sure])
 
 
 def test_decoded_cache_is_that_of_a_prefill_of_the_same_tokens(setup, uncapped):
@@ -116,16 +126,17 @@ def test_a_longer_neighbour_does_not_change_a_bit(setup, uncapped):
 @pytest.mark.parametrize("chunks_before", [0, 1, 5])
 def test_a_moved_slot_goes_on_bit_equal(setup, uncapped, elsewhere, chunks_before):
     rows, _ = prefill(setup, uncapped, [2, 3])
-    state = uncapped.insert(uncapped.init_decode_state(), rows, place([4, 5]))
+    state = uncapped.insert(uncapped.init_decode_state(), rows, place([0, 5]))
     state, _, _ = decode(setup, uncapped, state, chunks_before)
-    moved = uncapped.extract(state, place([5, 4]))
+    moved = uncapped.extract(state, place([5, 0]))
+    assert moved.done.tolist() == [False] * 2 + [True] * 6  # padding rows are done
     _, stayed, stayed_log_probs = decode(setup, uncapped, state, 4)
 
     target = elsewhere.insert(elsewhere.init_decode_state(), elsewhere.place(moved), place([7, 0]))
     assert target.keys.devices() == {jax.devices()[2]}
     _, tokens, log_probs = decode(setup, elsewhere, target, 4)
-    np.testing.assert_array_equal(stayed[:, [5, 4]], tokens[:, [7, 0]])
-    np.testing.assert_array_equal(stayed_log_probs[:, [5, 4]], log_probs[:, [7, 0]])
+    np.testing.assert_array_equal(stayed[:, [5, 0]], tokens[:, [7, 0]])
+    np.testing.assert_array_equal(stayed_log_probs[:, [5, 0]], log_probs[:, [7, 0]])
 
 
 def test_done_and_released_slots_are_left_alone(setup, uncapped):
@@ -152,8 +163,9 @@ def test_insert_clears_what_the_last_guest_left(setup, uncapped):
     dirty = uncapped.init_decode_state()
     bad = jnp.full_like(dirty.keys, jnp.nan)
     dirty = uncapped.insert(dirty._replace(keys=bad, values=bad + 0), rows, place([2]))
-    _, wanted, wanted_log_probs = decode(setup, uncapped, clean, 3)
-    _, tokens, log_probs = decode(setup, uncapped, dirty, 3)
+    # Far enough to read blocks that the prompt did not fill.
+    _, wanted, wanted_log_probs = decode(setup, uncapped, clean, 9)
+    _, tokens, log_probs = decode(setup, uncapped, dirty, 9)
     np.testing.assert_array_equal(wanted[:, 2], tokens[:, 2])
     np.testing.assert_array_equal(wanted_log_probs[:, 2], log_probs[:, 2])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 
 import jax.numpy as jnp
@@ -11,12 +10,6 @@ import pytest
 
 from fuse_jax.rollout.batcher import generate_samples
 from fuse_jax.rollout.jetstream import Verbs, jetstream_engine
-
-
-@pytest.fixture(scope="module")
-def single_steps(setup):
-    rollout = dataclasses.replace(setup.engine.rollout, chunk=1, max_new_tokens=12)
-    return dataclasses.replace(setup.engine, rollout=rollout, stop_tokens=(3,))
 
 
 class _Result(dict):
@@ -40,7 +33,7 @@ def _responses(adapter, prompts, results_of):
         prefix = adapter.prefill(params=params, padded_tokens=padded, true_length=len(prompt))
         state = adapter.insert(prefix, state, slot)
     tokens: dict[int, list[int]] = {slot: [] for slot in slots}
-    for _ in range(14):
+    for _ in range(53):
         state, result = adapter.generate(params, state)
         for slot in range(8):
             token, valid, length = results_of(result, slot)
