@@ -84,6 +84,12 @@ class Meter:
         """CPU seconds until the limit, None without one."""
         return None if self.limit is None else self.limit - self.cpu_s
 
+    def work_in_time(self) -> float:
+        """Work that fits in the time left at the rate so far, infinite without a limit."""
+        if self.time_left is None or self.spent == 0:
+            return float("inf")
+        return max(1.0, self.time_left * self.spent / max(self.cpu_s, 1e-3))
+
     @property
     def stop(self) -> str:
         """ "" to go on, or why not."""

@@ -22,7 +22,7 @@ from fuse_jax.fusion.intra_stage.search import Meter, SearchResult, Walk
 
 # Evaluations of one search under a cap, and of the first round of the pass.
 _CAP_EVALUATIONS = 20_000
-_ROUND_EVALUATIONS = 50_000
+_ROUND_EVALUATIONS = 100_000
 
 
 def _peak(schedule: Schedule) -> int:
@@ -77,7 +77,7 @@ def lower_peak(
     state = new_stream(seed)
     turn, work = 0, float(_ROUND_EVALUATIONS * graph.duration.size)
     while _peak(best) > goal and not meter.stop:
-        work = min(work, max(meter.left, 1.0))
+        work = min(work, max(meter.left, 1.0), meter.work_in_time())
         # every third round starts again from the given schedule: another basin
         begin = found.schedule if turn % 3 == 1 else best
         lowest = np.empty_like(best.order)
@@ -89,7 +89,7 @@ def lower_peak(
             _peak(begin) - 1,
             goal,
             work,
-            work / 2,
+            work,
             (1.0, 1.0, 3.0)[turn % 3],
             0.1,
             state,
@@ -100,7 +100,7 @@ def lower_peak(
         if _peak(candidate) < _peak(best):
             best = candidate
         turn += 1
-        work *= 1.3
+        work *= 2
     stopped_by = "bound" if _peak(best) <= goal else meter.stop
     return replace(
         found,
