@@ -12,7 +12,8 @@ from fuse_jax.models.transformer import forward, init
 from fuse_jax.training.gradients import HyperParameters
 from fuse_jax.training.minibatch import Experience
 
-ACTOR = Architecture("llama", 37, 16, 32, 2, 2, 1, 8)
+# One layer each: these tests are about losses and cuts, and compile time goes with depth.
+ACTOR = Architecture("llama", 37, 16, 32, 1, 2, 1, 8)
 CRITIC = Architecture("qwen2", 37, 16, 24, 1, 2, 2, 8, attention_bias=True)
 LONGEST, RESPONSE = 16, 12
 
@@ -73,12 +74,13 @@ def toy_experience(samples=8, seed=0, lengths=((1, 3), (4, 4), (4, 12), (3, 7)))
     )
 
 
+@partial(jax.jit, static_argnames=("prompt", "response", "temperature", "valid_vocab"))
 def log_probs_and_entropy(params, tokens, prompt, response, *, temperature, valid_vocab):
     """Of each response token of one unpadded sequence, by the definition."""
-    hidden = forward(ACTOR, params, jnp.asarray(tokens[None, : prompt + response]))[0]
+    hidden = forward(ACTOR, params, tokens[None, : prompt + response])[0]
     logits = (hidden @ params["head"]["kernel"])[:, :valid_vocab] / temperature
     log_p = jax.nn.log_softmax(logits)[prompt - 1 : prompt + response - 1]
-    chosen = jnp.asarray(tokens[prompt : prompt + response])
+    chosen = tokens[prompt : prompt + response]
     return log_p[jnp.arange(response), chosen], -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
