@@ -1,7 +1,6 @@
 """The whole loop on a tiny run: files it leaves, lr = 0, control, resume, kill -9, compilation."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -239,23 +238,28 @@ train(tiny(), {workdir!r}, resume=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_kill_9_at_random_moments(undisturbed, tmp_path, seed):
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kill_9_at_ten_random_moments(undisturbed, tmp_path, seed):
     workdir, _ = undisturbed
     script = LAUNCHER.format(here=str(Path(__file__).parent), workdir=str(tmp_path / "run"))
+    command = [sys.executable, "-c", script]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = time.monotonic()
+    subprocess.run([*command[:2], "import fuse_jax.training.run"], check=True)
+    imports = time.monotonic() - started
     rng = np.random.default_rng(seed)
-    for _ in range(40):
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        deadline = time.monotonic() + rng.uniform(4, 25)
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-        if process.wait() == 0:
-            break
-    assert process.returncode == 0
+    kills = 0
+    while kills < 10:
+        process = subprocess.Popen(command, **quiet)
+        try:
+            assert process.wait(timeout=imports + rng.uniform(0, 12)) == 0
+            break  # it finished between two kills
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+    assert kills >= 3
+    subprocess.run(command, check=True, **quiet)
     assert numbers(tmp_path / "run") == numbers(workdir)
     assert parameters(tmp_path / "run") == parameters(workdir)
 
