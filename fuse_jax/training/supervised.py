@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from tqdm import tqdm
 
 from fuse_jax.data import cursor as cursors
@@ -49,6 +50,7 @@ def run_stage(run: Run, stage: Stage, state: TrainState) -> tuple[TrainState, fl
     started = time.monotonic() - seconds
     every = STEPS_PER_SAVE * run.config.checkpoint.every
     too_long = 0
+    before: Any = ()
     with tqdm(
         total=stage.steps, initial=done, desc=stage.name, unit="step", mininterval=1.0
     ) as bar:
@@ -56,6 +58,9 @@ def run_stage(run: Run, stage: Stage, state: TrainState) -> tuple[TrainState, fl
             packed, cursor = take_packed(stage.items, cursor, stage.pack)
             too_long += packed.num_too_long
             state, metrics = stage.step(state, packed)
+            # One step ahead of the device and no more: the bar shows what has been done.
+            jax.block_until_ready(before)
+            before = metrics
             if number % LOG_EVERY == 0 or number == stage.steps:
                 values = {name: float(value) for name, value in metrics.items()}
                 run.log.metrics(stage.name, number, values)
