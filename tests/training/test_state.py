@@ -82,7 +82,7 @@ def test_a_model_without_gradient_keeps_every_bit():
 def test_a_learning_rate_of_zero_changes_no_bit_not_even_of_minus_zero():
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.0, weight_decay=0.5), 10)
     params = {"actor": {"kernel": jnp.array([1.5, -0.0, 0.0, -2.0])}}
-    grads = {"actor": {"kernel": jnp.array([1.0, 1.0, -1.0, 0.0])}}
+    grads = {"actor": {"kernel": jnp.array([1.0, -1.0, 1.0, 0.0])}}
     state = state_of(params, {"actor": optimizer})
     after, _ = apply_gradients(state, grads, {"actor": optimizer})
     assert bits(after.params) == bits(params)
