@@ -18,7 +18,6 @@ LOGITS = np.random.default_rng(0).normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
 LOGITS[:, VALID:] = 50.0  # the padding rows of the head are the likeliest of all
 CASES = [
     Sampling(VALID),
-    Sampling(VALID, 0.6),
     Sampling(VALID, 1.3, top_k=4),
     Sampling(VALID, 1.0, top_p=0.7),
     Sampling(VALID, 0.8, top_k=6, top_p=0.8),
@@ -67,7 +66,7 @@ def test_token_and_log_prob_are_the_oracles(sampling):
         assert 0 <= gaps[row] <= lead + 1e-4
 
 
-@pytest.mark.parametrize("sampling", [CASES[0], CASES[4]], ids=str)
+@pytest.mark.parametrize("sampling", [CASES[0], CASES[3]], ids=str)
 def test_frequencies_follow_the_distribution(sampling):
     count = COUNT
     logits = np.broadcast_to(LOGITS[0], (count, VOCAB))
@@ -89,11 +88,10 @@ def test_positions_of_one_sample_draw_independently():
     assert np.sum((seen - count / VALID) ** 2 / (count / VALID)) < 40
 
 
-@pytest.mark.parametrize("off", [0, -1])
-def test_top_k_of_zero_or_less_is_off(off):
+def test_a_negative_top_k_is_off():
     logits = np.zeros((64, VOCAB), np.float32)
     ids = np.arange(64)
-    tokens = draw(logits, ids, ids, Sampling(VALID, top_k=off)).tokens
+    tokens = draw(logits, ids, ids, Sampling(VALID, top_k=-1)).tokens
     np.testing.assert_array_equal(tokens, draw(logits, ids, ids, CASES[0]).tokens)
     assert len(np.unique(tokens)) >= 2
 
@@ -124,7 +122,7 @@ def test_changes_below_half_the_gap_do_not_change_the_token():
     count = 300
     logits = rng.normal(0, 2, (count, VOCAB)).astype(np.float32)
     ids = np.arange(count)
-    for sampling in (CASES[0], CASES[2], Sampling(VALID, 0.0)):
+    for sampling in (CASES[0], CASES[1], Sampling(VALID, 0.0)):
         tokens, log_probs, gaps = map(np.asarray, draw(logits, ids, ids, sampling))
         scale = sampling.temperature or 1.0
         shift = rng.uniform(-1, 1, logits.shape) * 0.49 * gaps[:, None] * scale
