@@ -8,21 +8,19 @@ the model. This gives the gradient of the whole batch at the memory of one group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fuse_jax.config import ComputeConfig
 from fuse_jax.data.packing import PackedPairs
-from fuse_jax.data.records import Preference
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.models.heads import scalars
 from fuse_jax.models.transformer import Params, forward
@@ -171,39 +169,6 @@ def make_reward_step(
         return run(state, (jax.device_put(rows, by_rows), jax.device_put(pairs, everywhere)))
 
     return step
-
-
-def held_out_accuracy(
-    mesh: Mesh,
-    arch: Architecture,
-    compute: ComputeConfig,
-    params: Params,
-    preferences: Sequence[Preference],
-    pack: Callable[[Sequence[Preference]], PackedPairs],
-) -> float:
-    """Share of `preferences` whose chosen answer scores higher; `pack` is the one of training.
-
-    Pairs longer than a row are left out, and logged. NaN if none is left.
-    """
-    score = partial(token_scores, arch=arch, compute=compute)
-    by_rows = NamedSharding(mesh, P(None, ROW_AXES))
-
-    @partial(jax.jit, out_shardings=replicated(mesh))
-    def scores_at(params: Params, rows: Rows, ends: Array) -> Array:
-        return lax.map(lambda group: score(params, group), rows).reshape(-1)[ends]
-
-    chosen, rejected, start, too_long = [], [], 0, 0
-    while start < len(preferences):
-        packed = pack(preferences[start:])
-        start, too_long = start + packed.num_consumed, too_long + packed.num_too_long
-        rows, pairs = cut_pairs(packed, compute.micro_batch_tokens, row_shards(mesh))
-        ends = np.stack([pairs.chosen_end, pairs.rejected_end])
-        scores = np.asarray(scores_at(params, jax.device_put(rows, by_rows), ends))
-        chosen.append(scores[0, : packed.num_items])
-        rejected.append(scores[1, : packed.num_items])
-    if too_long:
-        logging.warning("%d of %d held-out pairs are longer than a row", too_long, start)
-    return pair_accuracy(np.concatenate(chosen), np.concatenate(rejected)) if chosen else np.nan
 
 
 def pair_accuracy(chosen: np.ndarray, rejected: np.ndarray) -> float:
