@@ -132,8 +132,12 @@ def scalar_head(arch: Architecture) -> Params:
 
 
 def embed(params: Params, tokens: Array, *, dtype: Any = jnp.float32) -> Array:
-    """Token embeddings `[B, T, D]` of ids `[B, T]`."""
-    return params["embed"]["embedding"].astype(dtype)[tokens]
+    """Token embeddings `[B, T, D]` of ids `[B, T]`.
+
+    Gathered, then cast: the gradient of a frequent token is a sum over its places, and in bfloat16
+    such a sum stands still after some hundred terms.
+    """
+    return params["embed"]["embedding"][tokens].astype(dtype)
 
 
 def apply_blocks(

@@ -210,6 +210,18 @@ def test_gradients_under_padding_are_bit_equal(params, tokens):
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(one))
 
 
+def test_the_gradient_of_a_frequent_token_is_summed_in_float32(params):
+    tokens = jnp.zeros((1, 2000), jnp.int32)
+
+    def total(embedding):
+        return transformer.embed(
+            {"embed": {"embedding": embedding}}, tokens, dtype=jnp.bfloat16
+        ).sum()
+
+    gradient = jax.jit(jax.grad(total))(params["embed"]["embedding"])
+    np.testing.assert_array_equal(gradient[0], np.full(ARCH.hidden_size, 2000.0))
+
+
 def test_bfloat16_compute_is_close(params, tokens, hidden):
     half = jax.jit(lambda *a: transformer.forward(ARCH, *a, dtype=jnp.bfloat16))(params, tokens)
     assert half.dtype == jnp.bfloat16
