@@ -76,6 +76,18 @@ REFUSED = {
     "ppo.dual_clip": ({"ppo__dual_clip": 0.5}, "above 1"),
     "ppo.actor_optimizer.b1": ({"ppo__actor_optimizer__b1": 1.0}, "[0, 1)"),
     "ppo.gamma": ({"ppo__gamma": 1.5}, "[0, 1]"),
+    "ppo.gamma ": ({"ppo__gamma": float("nan")}, "[0, 1]"),
+    "ppo.clip_eps": ({"ppo__clip_eps": 1.5}, "at most 1"),
+    "ppo.kl.coef": ({"ppo__kl__coef": float("nan")}, "at least 0"),
+    "reward.timeout": ({"reward__timeout": float("nan")}, "above 0"),
+    "rollout.temperature ": ({"rollout__temperature": 1e-4}, "at least 0.001"),
+    "rollout.temperature  ": ({"rollout__temperature": float("nan")}, "at least 0"),
+    "sft.optimizer.final_fraction": ({"sft__optimizer__final_fraction": 1.5}, "[0, 1]"),
+    "seed": ({"seed": -1}, "at least 0"),
+    "compute.sequence_buckets ": ({"compute__sequence_buckets": "0,64"}, "below 2"),
+    "rollout.prompt_buckets ": ({"rollout__prompt_buckets": "-4,8"}, "below 1"),
+    "reward.function ": ({"reward__function": "a.b:c"}, "reward.source=function"),
+    "mesh.tensor": ({"mesh__tensor": -1, "mesh__data": 1}, "num_heads"),
     "critic.init": (
         {
             "stages": "sft,ppo",
@@ -112,3 +124,8 @@ def test_heads_must_divide_over_tensor(heads, kv, good):
     else:
         with pytest.raises(ConfigError, match=r"model.num_heads"):
             checked(devices=8, **settings)
+
+
+def test_the_mesh_is_not_held_to_a_model_that_a_path_replaces(tmp_path):
+    settings = {"actor__path": str(tmp_path), "stages": "sft", "mesh__tensor": 4}
+    checked(devices=8, **settings)  # model.num_heads=2 is nobody's

@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 PRNG = "threefry2x32"
+MIN_TEMPERATURE = 1e-3  # below it, logits over temperature may leave float32
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Sampling:
             raise ValueError(
                 f"rollout.temperature={self.temperature} must be 0 (greedy) or a positive number"
             )
-        if 0.0 < self.temperature < 1e-3:
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
                 f"rollout.temperature={self.temperature} would overflow the logits: use 0 (greedy) "
-                "or at least 0.001"
+                f"or at least {MIN_TEMPERATURE:g}"
             )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"rollout.top_p={self.top_p} must lie in (0, 1]; 1 is off")

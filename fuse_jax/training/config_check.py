@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +14,8 @@ from fuse_jax.data.files import find_files
 from fuse_jax.data.records import DataError
 from fuse_jax.placement.mesh import mesh_sizes
 from fuse_jax.placement.sharding import check_divisible
+from fuse_jax.rollout.sampling import MIN_TEMPERATURE
+from fuse_jax.scoring.reward_function import check_reward_function
 from fuse_jax.training.optimizers import planned_updates
 
 
@@ -51,11 +55,23 @@ def _stages(config: Config) -> None:
         )
     if no_reward_model and not config.critic.path and config.critic.init == "reward_model":
         _refuse("critic.init", config.critic.init, "there is no reward model: use 'actor'")
-    if config.reward.source == "function" and not config.reward.function:
+    reward = config.reward
+    if reward.source == "function" and not reward.function:
         _refuse("reward.function", "", "name it as package.module:name or path/to/file.py:name")
+    if reward.source == "model" and reward.function:
+        _refuse("reward.function", reward.function, "it is read with reward.source=function only")
+
+
+def check_reward(function: str) -> None:
+    """Load the reward function in a worker, as the run will, so that a bad one ends the run now."""
+    try:
+        check_reward_function(function)
+    except ValueError as error:  # its message begins with the key
+        raise ConfigError(str(error)) from error
 
 
 _AT_LEAST: dict[str, float] = {
+    "seed": 0,
     "rollout.slots": 1,
     "rollout.max_prompt_length": 1,
     "rollout.max_new_tokens": 1,
@@ -122,17 +138,20 @@ def setting(config: Config, key: str) -> Any:
 def _ranges(config: Config) -> None:
     for key, least in _AT_LEAST.items():
         value = setting(config, key)
-        if value < least:
+        if not value >= least:  # NaN too
             _refuse(key, value, f"must be at least {least:g}")
     for key in _ABOVE_ZERO:
         value = setting(config, key)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:
             _refuse(key, value, "must be above 0")
     for name in _OPTIMIZERS:
         for entry in ("learning_rate", "weight_decay", "max_grad_norm", "eps", "warmup_steps"):
             value = setting(config, f"{name}.{entry}")
-            if value < 0:
+            if not value >= 0:
                 _refuse(f"{name}.{entry}", value, "must not be negative")
+        final = setting(config, f"{name}.final_fraction")
+        if not 0 <= final <= 1:
+            _refuse(f"{name}.final_fraction", final, "must be in [0, 1]")
         for entry in ("b1", "b2"):
             value = setting(config, f"{name}.{entry}")
             if not 0 <= value < 1:
@@ -140,7 +159,9 @@ def _ranges(config: Config) -> None:
     for key in ("ppo.gamma", "ppo.gae_lambda"):
         if not 0 <= setting(config, key) <= 1:
             _refuse(key, setting(config, key), "must be in [0, 1]")
-    if config.ppo.dual_clip is not None and config.ppo.dual_clip <= 1:
+    if config.ppo.clip_eps > 1:
+        _refuse("ppo.clip_eps", config.ppo.clip_eps, "must be at most 1: no ratio is below 0")
+    if config.ppo.dual_clip is not None and not config.ppo.dual_clip > 1:
         _refuse("ppo.dual_clip", config.ppo.dual_clip, "must be above 1 (arXiv 1912.09729)")
     count, parts = config.ppo.prompts_per_iteration, config.ppo.minibatches
     if count % parts:
@@ -170,8 +191,14 @@ def _sampling(config: Config) -> None:
     rollout = config.rollout
     if not 0 < rollout.top_p <= 1:
         _refuse("rollout.top_p", rollout.top_p, "must be in (0, 1]; 1 is off")
-    if rollout.temperature < 0:
-        _refuse("rollout.temperature", rollout.temperature, "must not be negative")
+    if not 0 <= rollout.temperature < math.inf:
+        _refuse("rollout.temperature", rollout.temperature, "must be a number of at least 0")
+    if 0 < rollout.temperature < MIN_TEMPERATURE:
+        _refuse(
+            "rollout.temperature",
+            rollout.temperature,
+            f"would overflow the logits: use at least {MIN_TEMPERATURE:g}, or 0 (greedy)",
+        )
     if "ppo" not in config.stages:
         return
     if rollout.temperature == 0:
@@ -241,6 +268,11 @@ def sequence_lengths(config: Config) -> tuple[int, ...]:
 
 def _lengths(config: Config) -> None:
     longest, lengths = longest_sequence(config), sequence_lengths(config)
+    # Prompt and response have a token each at least.
+    for key, shortest in (("compute.sequence_buckets", 2), ("rollout.prompt_buckets", 1)):
+        given = setting(config, key)
+        if given and min(given) < shortest:
+            _refuse(key, ",".join(map(str, given)), f"no length may be below {shortest}")
     if max(lengths) < longest:
         _refuse(
             "compute.sequence_buckets",
@@ -259,8 +291,9 @@ def _lengths(config: Config) -> None:
 def check_mesh(config: Config, device_count: int) -> None:
     """The mesh must fit the devices and the heads, and every batch divide over its shards."""
     try:
-        data, fsdp, _ = mesh_sizes(config.mesh, device_count)
-        check_divisible(config.model, config.mesh)
+        data, fsdp, tensor = mesh_sizes(config.mesh, device_count)
+        if not config.actor.path:  # else no model has the sizes of config.model
+            check_divisible(config.model, replace(config.mesh, tensor=tensor))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     shards = data * fsdp
