@@ -19,7 +19,7 @@ from fuse_jax.placement.mesh import make_mesh
 from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Model
 from fuse_jax.training import models
-from fuse_jax.training.config_check import check_settings
+from fuse_jax.training.config_check import check_reward, check_settings
 from fuse_jax.training.context import Run, architectures, check_score_head, unflatten
 from fuse_jax.training.evaluate import summary
 from fuse_jax.training.generation import Generator
@@ -86,6 +86,8 @@ def check(config: Config, out: Path) -> None:
             "reward_model.path: give one of the two"
         )
     check_settings(config, device_count=jax.device_count())
+    if config.reward.function:
+        check_reward(config.reward.function)
 
 
 def build_prompts(config: Config, say: Callable[[str], None]) -> Task:

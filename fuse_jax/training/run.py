@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from fuse_jax.config import Config
 from fuse_jax.config_read import ConfigError, read_config
 from fuse_jax.data.packing import pack_demonstrations, pack_preferences
 from fuse_jax.data.records import DataError
 from fuse_jax.models.transformer import Params
 from fuse_jax.training import models
 from fuse_jax.training.checkpoint import CheckpointError
-from fuse_jax.training.config_check import check_config
+from fuse_jax.training.config_check import check_config, check_reward
 from fuse_jax.training.context import Role, Run, open_run
 from fuse_jax.training.held_out_pairs import rank_held_out
 from fuse_jax.training.metrics import read_lines
@@ -48,14 +50,19 @@ def train(
 ) -> Report:
     """Run the stages of `settings` in `workdir`; returns what report.json holds.
 
-    `reward_function(prompt, response, meta)`, e.g. of a notebook, stands in for
-    `reward.source=function`'s import path; it runs in this process.
+    `reward_function(prompt, response, meta)`, e.g. of a notebook, is used with
+    `reward.source=function` in the place of `reward.function`, which is left empty; it runs in this
+    process.
 
     Raises:
       ConfigError: a setting that cannot run, before anything loads.
     """
     config = read_config(settings)
+    if reward_function is not None:
+        config = with_function(config, reward_function)
     check_config(config, device_count=jax.device_count())
+    if reward_function is None and config.reward.source == "function" and "ppo" in config.stages:
+        check_reward(config.reward.function)
     started = time.monotonic()
     run = open_run(config, Path(workdir), resume=resume, say=partial(print, flush=True))
     report: Report = {"seed": config.seed, "seconds": {}}
@@ -74,6 +81,21 @@ def train(
     report["peak_rss_bytes"] = peak_rss_bytes()
     write_report(run.workdir, report)
     return report
+
+
+def with_function(config: Config, function: Callable[[str, str, dict], float]) -> Config:
+    """`config` with the name of `function`, which a resumed run is then held to."""
+    reward = config.reward
+    if reward.source != "function":
+        raise ConfigError(
+            f"reward.source={reward.source!r}: a reward function was given: set it to 'function'"
+        )
+    name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+    if reward.function not in ("", name):
+        raise ConfigError(
+            f"reward.function={reward.function!r}: a reward function was given too: leave one out"
+        )
+    return replace(config, reward=replace(reward, function=name))
 
 
 def run_sft(run: Run, actor: Params, report: Report) -> Params:

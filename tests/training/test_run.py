@@ -128,6 +128,24 @@ def test_resume_is_bit_equal_from_every_iteration(undisturbed, tmp_path, monkeyp
     assert parameters(tmp_path / "run") == parameters(workdir)
 
 
+def test_the_best_is_on_disk_before_a_save_that_names_it(tmp_path, monkeypatch):
+    from fuse_jax.training.checkpoint import Checkpoints
+
+    save, named = Checkpoints.save, []
+
+    def watched(self, step, arrays, host):
+        if "progress" in host:  # a kill may come as soon as this save is finished
+            best = host["progress"]["best_iteration"]
+            named.append((tmp_path / "checkpoints" / "best" / str(best)).is_dir())
+        save(self, step, arrays, host)
+
+    monkeypatch.setattr(Checkpoints, "save", watched)
+    config = tiny()
+    config.ppo.iterations, config.evaluation.every = 2, 1
+    train(config, tmp_path)
+    assert named == [True] * 3
+
+
 def test_resume_of_a_finished_run_changes_nothing(undisturbed):
     workdir, report = undisturbed
     before = numbers(workdir), parameters(workdir)
@@ -193,7 +211,7 @@ def excluding_reward(prompt: str, response: str, meta: dict) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:the reward function runs in this process")
-def test_failed_rewards_are_counted_and_shown(tmp_path, capsys):
+def test_failed_rewards_are_counted_and_shown(tmp_path, capsys, caplog):
     config = tiny()
     config.stages = "sft,ppo"
     config.reward.source = "function"
@@ -203,7 +221,25 @@ def test_failed_rewards_are_counted_and_shown(tmp_path, capsys):
     row = next(row for row in numbers(tmp_path) if row["stage"] == "ppo")
     assert 0 < row["excluded"] < 16
     assert report["excluded"] == row["excluded"]
-    assert "RuntimeError: odd" in capsys.readouterr().out
+    assert "RuntimeError: odd" in caplog.text
+    assert "samples excluded (exception" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "function", "key"),
+    [
+        ({"source": "model"}, excluding_reward, "reward.source"),
+        ({"source": "function", "function": "a.b:c"}, excluding_reward, "reward.function"),
+        ({"source": "function", "function": "fuse_jax.nothing:here"}, None, "reward.function"),
+        ({"source": "function", "function": "fuse_jax.data.gsm8k:rewrad"}, None, "reward'"),
+    ],
+)
+def test_a_reward_function_that_cannot_run_is_refused_at_start(tmp_path, settings, function, key):
+    config = tiny()
+    config.reward.update(settings)
+    with pytest.raises(ConfigError, match=key):
+        train(config, tmp_path / "run", reward_function=function)
+    assert not (tmp_path / "run").exists()
 
 
 def test_shuffled_control_keeps_the_scores_and_moves_them(tmp_path, undisturbed):
