@@ -53,6 +53,7 @@ def train_ppo(run: Run, parts: PPOParts, train: TrainState, moments: Moments) ->
     else:
         run.log.drop(lambda row: row["stage"] in ("ppo", *EVALUATIONS))
         _evaluate(run, parts, state, best)
+        best.wait()
         checkpoints.save(0, state.arrays(), state.host())
     with tqdm(
         total=config.iterations, initial=state.progress.iteration, desc="ppo", mininterval=1.0
@@ -66,6 +67,7 @@ def train_ppo(run: Run, parts: PPOParts, train: TrainState, moments: Moments) ->
             if last or (run.config.evaluation.every and done % run.config.evaluation.every == 0):
                 _evaluate(run, parts, state, best)
             if last or done % run.config.checkpoint.every == 0:
+                best.wait()  # a save that names the best must not be there before it
                 checkpoints.save(done, state.arrays(), state.host())
             shown = ("score", "gold", "kl", "length_mean")
             bar.set_postfix_str(" ".join(f"{k} {values[k]:.2f}" for k in shown if k in values))
