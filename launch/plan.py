@@ -13,6 +13,8 @@ from pathlib import Path
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Arguments, with `overrides` = [(dotted key, text)] from every `--problem.key=value`."""
+    from fuse_jax.fusion.intra_stage.problem_file import split_overrides
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -25,27 +27,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     schedule.add_argument("--problem", required=True, metavar="FILE", help="*.json, or *.py")
     schedule.add_argument("--out", metavar="DIR", help="default: runs/schedule/<name of FILE>")
     schedule.add_argument("--evaluations", type=int, default=2_000_000, help="search budget")
-    schedule.add_argument(
-        "--memory_evaluations", type=int, default=0, metavar="N",
-        help="budget of the second pass: less peak memory at the same makespan (0: none)",
-    )  # fmt: skip
-    schedule.add_argument(
-        "--time_limit", type=float, metavar="S",
-        help="CPU seconds for each pass; the result then depends on the machine",
-    )  # fmt: skip
+    help_ = "budget of the second pass: less peak memory at the same makespan (0: none)"
+    schedule.add_argument("--memory_evaluations", type=int, default=0, metavar="N", help=help_)
+    help_ = "CPU seconds for each pass; the result then depends on the machine"
+    schedule.add_argument("--time_limit", type=float, metavar="S", help=help_)
     schedule.add_argument("--seed", type=int, default=0)
-    schedule.add_argument(
-        "--cost_model", default="ideal", help="transport that will run it (intra_stage/cost.py)"
-    )
+    help_ = "transport that will run it (intra_stage/cost.py)"
+    schedule.add_argument("--cost_model", default="ideal", help=help_)
     schedule.add_argument("--plans", type=Path, metavar="DIR", help="where found plans are kept")
     known, rest = parser.parse_known_args(argv)
-    known.overrides = []
-    while rest:
-        word = rest.pop(0)
-        key, equals, value = word.partition("=")
-        if not key.startswith("--problem.") or not (equals or rest):
-            schedule.error(f"not understood: {word} (a problem's key is --problem.key=value)")
-        known.overrides.append((key.removeprefix("--problem."), value if equals else rest.pop(0)))
+    try:
+        known.overrides = split_overrides(rest)
+    except ValueError as error:
+        schedule.error(str(error))
     if known.memory_evaluations and known.cost_model != "ideal":
         schedule.error("--memory_evaluations works with --cost_model=ideal only")
     return known

@@ -81,3 +81,18 @@ def _override(content: dict[str, Any], key: str, text: str) -> None:
         part[name] = json.loads(text)
     except json.JSONDecodeError:
         part[name] = text
+
+
+def split_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
+    """[(dotted key, text)] of `--problem.key=value` (or `--problem.key value`) words.
+
+    Raises ValueError naming the first word that is neither.
+    """
+    overrides, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.partition("=")
+        if not key.startswith("--problem.") or not (equals or rest):
+            raise ValueError(f"not understood: {word} (a problem's key is --problem.key=value)")
+        overrides.append((key.removeprefix("--problem."), value if equals else rest.pop(0)))
+    return overrides
