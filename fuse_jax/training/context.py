@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fuse_jax.config import Config
+from fuse_jax.config import Config, MeshConfig
 from fuse_jax.config_read import ConfigError, read_config
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.models.families import HEAD_NAMES
@@ -65,7 +65,7 @@ class Run:
 
 
 # Purposes of random keys.
-INIT_ACTOR, INIT_HEAD, SAMPLE, SAMPLE_EVAL, SAMPLE_REFERENCE = range(5)
+INIT_ACTOR, SAMPLE = 0, 2
 
 
 def open_run(config: Config, workdir: Path, *, resume: bool, say: Callable[[str], None]) -> Run:
@@ -76,12 +76,15 @@ def open_run(config: Config, workdir: Path, *, resume: bool, say: Callable[[str]
         another run, or `resume` changes a setting that decides numbers.
     """
     archs = architectures(config)
+    mesh = make_mesh(config.mesh)
+    sizes = MeshConfig(**mesh.shape)
     for role, arch in archs.items():
         with refusing(role):
-            check_divisible(arch, config.mesh)
+            check_divisible(arch, sizes)
     check_score_head(config)
-    claim(config, workdir, resume=resume)
+    check_claim(config, workdir, resume=resume)
     task = build_task(config, say)
+    check_lengths(config, archs, task)
     for role, arch in archs.items():
         if arch.vocab_size < task.vocabulary.vocab_size:
             raise ConfigError(
@@ -89,8 +92,27 @@ def open_run(config: Config, workdir: Path, *, resume: bool, say: Callable[[str]
                 f"tokenizer's {task.vocabulary.vocab_size}: use the model's own tokenizer, or "
                 "raise model.vocab_size"
             )
-    mesh = make_mesh(config.mesh)
+    # Not before everything is read: a directory that a refused run had claimed would be of no use.
+    claim(config, workdir, resume=resume)
     return Run(config, workdir, mesh, task, archs, RunLog(workdir), resume, say)
+
+
+def check_lengths(config: Config, archs: Mapping[Role, Architecture], task: Task) -> None:
+    """Refuse prompts that generation cannot hold, and positions that a model never had."""
+    cap = config.rollout.max_prompt_length
+    longest = max((len(p.tokens) for p in (*task.prompts, *task.eval_prompts)), default=0)
+    if "ppo" not in config.stages:
+        return
+    if longest > cap:
+        raise ConfigError(f"rollout.max_prompt_length={cap}: there are prompts of {longest} tokens")
+    total = cap + config.rollout.max_new_tokens
+    for role, arch in archs.items():
+        if total > arch.max_position:
+            raise ConfigError(
+                f"{_source(config, role)}: it has {arch.max_position} positions, but "
+                f"rollout.max_prompt_length + rollout.max_new_tokens = {total}: lower one of them "
+                "(or raise model.max_position of a model that is made here)"
+            )
 
 
 def architectures(config: Config) -> dict[Role, Architecture]:
@@ -147,7 +169,7 @@ def _source(config: Config, role: Role) -> str:
     return f"{role}.path={path!r}" if path else "model"
 
 
-def claim(config: Config, workdir: Path, *, resume: bool) -> None:
+def check_claim(config: Config, workdir: Path, *, resume: bool) -> None:
     """Refuse to write over another run, and on resume settings that would change its numbers."""
     path = workdir / "config.json"
     settings = flatten(asdict(config))
@@ -165,9 +187,15 @@ def claim(config: Config, workdir: Path, *, resume: bool) -> None:
                     f"{key}={new!r}: the run in {workdir} has {old!r}; resume with that, or start "
                     "in another --workdir"
                 )
+
+
+def claim(config: Config, workdir: Path, *, resume: bool) -> None:
+    """Make `workdir` the directory of this run. Raises ConfigError as `check_claim`."""
+    check_claim(config, workdir, resume=resume)
     workdir.mkdir(parents=True, exist_ok=True)
+    path = workdir / "config.json"
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(settings, indent=1) + "\n")
+    partial.write_text(json.dumps(flatten(asdict(config)), indent=1) + "\n")
     partial.replace(path)
 
 

@@ -164,6 +164,36 @@ def test_another_run_is_not_overwritten(undisturbed):
         train(changed, workdir, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rollout.max_prompt_length", 2),  # the task's prompts are longer
+        ("model.max_position", 38),  # and answers of 36 tokens follow
+        ("model.vocab_size", 20),
+    ],
+)
+def test_a_run_refused_after_reading_its_data_claims_no_directory(tmp_path, key, value):
+    config = tiny()
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ConfigError, match=key):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_a_stage_that_only_skips_updates_is_given_up(tmp_path, monkeypatch, stage):
+    from fuse_jax.training import state
+
+    monkeypatch.setattr(state.optax.tree, "norm", lambda tree: jax.numpy.float32(np.nan))
+    config = tiny()
+    config.ppo.max_skipped_updates = 3 if stage == "sft" else 4
+    config.ppo.minibatches = 8
+    with pytest.raises(RuntimeError, match=r"ppo.max_skipped_updates"):
+        train(config, tmp_path)
+    stages = {row["stage"] for row in read_lines(tmp_path / "metrics.jsonl")}
+    assert stages == (set() if stage == "sft" else {"sft", "reward_model", "eval", "ppo"})
+
+
 def test_learning_rate_zero_changes_no_bit(tmp_path):
     config = tiny()
     config.ppo.actor_optimizer.learning_rate = config.ppo.critic_optimizer.learning_rate = 0.0
