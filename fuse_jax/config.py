@@ -136,7 +136,7 @@ class PPOConfig:
     critic_warmup: int = 0  # first iterations that train the critic alone
     target_kl: float | None = None  # stop the actor's epochs of an iteration above this
     recompute_log_probs: bool = False  # old log-probs from the trainer's forward, not the sampler
-    max_skipped_updates: int = 10  # stop after this many updates with non-finite gradients
+    max_skipped_updates: int = 10  # of any stage: stop after this many with non-finite gradients
     kl: KLConfig = field(default_factory=KLConfig)
     actor_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

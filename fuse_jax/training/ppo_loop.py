@@ -24,7 +24,7 @@ from fuse_jax.training.minibatch import Experience
 from fuse_jax.training.ppo_parts import PPOParts
 from fuse_jax.training.ppo_state import ORDER_SEED, PPOState, Progress, shape_experience
 from fuse_jax.training.sample_table import log_samples
-from fuse_jax.training.state import TrainState
+from fuse_jax.training.state import TrainState, check_skipped
 from fuse_jax.training.warm_up import precompile, shapes
 
 EVALUATIONS = ("eval", "greedy_eval")
@@ -178,13 +178,7 @@ def _watch(run: Run, state: PPOState, values: dict[str, float]) -> None:
             f"iteration {state.progress.iteration - 1}"
         )
         run.say(f"ppo: stopped: {state.progress.stopped}")
-    for name, skipped in state.train.skipped.items():
-        if int(skipped) > config.max_skipped_updates:
-            raise RuntimeError(
-                f"{name}: {int(skipped)} updates had a gradient that is not finite, more than "
-                f"ppo.max_skipped_updates={config.max_skipped_updates}: lower the learning rate or "
-                "look at the scores in samples.jsonl"
-            )
+    check_skipped(state.train, config.max_skipped_updates)
 
 
 def _evaluate(run: Run, parts: PPOParts, state: PPOState, best: Checkpoints) -> None:

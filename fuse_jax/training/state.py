@@ -125,6 +125,17 @@ def apply_gradients(
     return TrainState(params, opt_state, updates, skipped), metrics
 
 
+def check_skipped(state: TrainState, limit: int) -> None:
+    """Raise RuntimeError if a model left out more than `limit` updates. Waits for the device."""
+    for name, skipped in state.skipped.items():
+        if int(skipped) > limit:
+            raise RuntimeError(
+                f"{name}: {int(skipped)} updates had a gradient that is not finite, more than "
+                f"ppo.max_skipped_updates={limit}: lower the learning rate, or look at the data "
+                "and at the scores in samples.jsonl"
+            )
+
+
 def clip(gradient: Any, norm: Array, max_norm: float) -> Any:
     """`gradient` scaled to `max_norm` where its `norm` is above it; 0 = never."""
     if not max_norm:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from fuse_jax.data import cursor as cursors
 from fuse_jax.data.packing import take_packed
 from fuse_jax.training.context import Run
-from fuse_jax.training.state import TrainState
+from fuse_jax.training.state import TrainState, check_skipped
 
 LOG_EVERY = 10
 # A supervised step is short: one save for this many times `checkpoint.every` steps.
@@ -34,14 +34,17 @@ class Stage(NamedTuple):
 
 
 def run_stage(run: Run, stage: Stage, state: TrainState) -> tuple[TrainState, float]:
-    """Train to the end of `stage`; returns the state and the seconds it took over all its runs."""
+    """Train to the end of `stage`; returns the state and the seconds it took over all its runs.
+
+    Raises RuntimeError when more than `ppo.max_skipped_updates` updates had non-finite gradients.
+    """
     checkpoints = run.checkpoints(stage.name)
     cursor = cursors.start(stage.items, run.config.seed)
-    done, seconds = 0, 0.0
+    done, seconds, too_long = 0, 0.0, 0
     if run.resume and checkpoints.latest() is not None:
         done, state, host = checkpoints.restore(state)
         cursor = cursors.resume(host["cursor"], stage.items, run.config.seed)
-        seconds = host["seconds"]
+        seconds, too_long = host["seconds"], host["too_long"]
         run.log.drop(lambda row: row["stage"] == stage.name and row["step"] > done)
         if done < stage.steps:
             run.say(f"{stage.name}: resumed after step {done}")
@@ -49,7 +52,6 @@ def run_stage(run: Run, stage: Stage, state: TrainState) -> tuple[TrainState, fl
         run.log.drop(lambda row: row["stage"] == stage.name)
     started = time.monotonic() - seconds
     every = STEPS_PER_SAVE * run.config.checkpoint.every
-    too_long = 0
     before: Any = ()
     with tqdm(
         total=stage.steps, initial=done, desc=stage.name, unit="step", mininterval=1.0
@@ -62,13 +64,14 @@ def run_stage(run: Run, stage: Stage, state: TrainState) -> tuple[TrainState, fl
             jax.block_until_ready(before)
             before = metrics
             if number % LOG_EVERY == 0 or number == stage.steps:
+                check_skipped(state, run.config.ppo.max_skipped_updates)
                 values = {name: float(value) for name, value in metrics.items()}
                 run.log.metrics(stage.name, number, values)
                 shown = [f"{k} {values[k]:.3f}" for k in ("loss", "accuracy") if k in values]
                 bar.set_postfix_str(" ".join(shown), refresh=False)
             if number % every == 0 or number == stage.steps:
                 seconds = time.monotonic() - started
-                host = {"cursor": cursor.to_dict(), "seconds": seconds}
+                host = {"cursor": cursor.to_dict(), "seconds": seconds, "too_long": too_long}
                 checkpoints.save(number, state, host)
             bar.update()
     if too_long:
