@@ -81,7 +81,7 @@ REFUSED = {
     "ppo.kl.coef": ({"ppo__kl__coef": float("nan")}, "at least 0"),
     "reward.timeout": ({"reward__timeout": float("nan")}, "above 0"),
     "rollout.temperature ": ({"rollout__temperature": 1e-4}, "at least 0.001"),
-    "rollout.temperature  ": ({"rollout__temperature": float("nan")}, "at least 0"),
+    "rollout.temperature  ": ({"rollout__temperature": float("nan")}, "must not be negative"),
     "sft.optimizer.final_fraction": ({"sft__optimizer__final_fraction": 1.5}, "[0, 1]"),
     "seed": ({"seed": -1}, "at least 0"),
     "compute.sequence_buckets ": ({"compute__sequence_buckets": "0,64"}, "below 2"),

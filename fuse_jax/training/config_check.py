@@ -192,7 +192,7 @@ def _sampling(config: Config) -> None:
     if not 0 < rollout.top_p <= 1:
         _refuse("rollout.top_p", rollout.top_p, "must be in (0, 1]; 1 is off")
     if not 0 <= rollout.temperature < math.inf:
-        _refuse("rollout.temperature", rollout.temperature, "must be a number of at least 0")
+        _refuse("rollout.temperature", rollout.temperature, "must not be negative or infinite")
     if 0 < rollout.temperature < MIN_TEMPERATURE:
         _refuse(
             "rollout.temperature",
