@@ -248,4 +248,322 @@ RL = [
     ),
 ]
 
-MUTANTS = [*RL]
+ROLLOUT = [
+    Mutant(
+        "rows of a group go into slots from its first row on again",
+        "fuse_jax/rollout/batcher.py",
+        "self._slot_index(slots, first=group.taken)",
+        "self._slot_index(slots)",
+        ("tests/rollout/test_batcher.py::test_order_of_arrival_changes_nothing",),
+    ),
+    Mutant(
+        "a chunk is launched blindly while prompts wait",
+        "fuse_jax/rollout/batcher.py",
+        "if not self.waiting and self.launched < 2:",
+        "if self.launched < 2:",
+        ("tests/rollout/test_batcher.py::test_a_finished_slot_is_refilled_before_the_next_chunk",),
+    ),
+    Mutant(
+        "a response that ended is called truncated",
+        "fuse_jax/rollout/batcher.py",
+        "truncated=self.tokens[-1] not in stop_tokens",
+        "truncated=self.tokens[-1] in stop_tokens",
+        ("tests/rollout/test_batcher.py::test_every_prompt_comes_out_once_with_consistent_arrays",),
+    ),
+    Mutant(
+        "detached slots go on where they were",
+        "fuse_jax/rollout/batcher.py",
+        "self.state = self.engine.release(self.state, index)",
+        "self.engine.release(jax.tree.map(lambda x: x + 0, self.state), index)",
+        ("tests/rollout/test_batcher.py::test_migrated_samples_are_bit_equal",),
+    ),
+    Mutant(
+        "noise comes from the sum of sample and position",
+        "fuse_jax/rollout/sampling.py",
+        "jax.random.fold_in(jax.random.fold_in(seed_key, i), t)",
+        "jax.random.fold_in(seed_key, i + t)",
+        ("tests/rollout/test_sampling.py::test_a_draw_depends_on_its_sample_and_position_only",),
+    ),
+    Mutant(
+        "log-probs are of the perturbed logits",
+        "fuse_jax/rollout/sampling.py",
+        "log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)",
+        "log_probs = chosen - jax.nn.logsumexp(perturbed, axis=-1)",
+        ("tests/rollout/test_sampling.py::test_token_and_log_prob_are_the_oracles",),
+    ),
+    Mutant(
+        "top-p leaves out the token that reaches it",
+        "fuse_jax/rollout/sampling.py",
+        "(before < sampling.top_p)",
+        "(reached < sampling.top_p)",
+        ("tests/rollout/test_sampling.py::test_token_and_log_prob_are_the_oracles",),
+    ),
+    Mutant(
+        "padding of the vocabulary may be drawn",
+        "fuse_jax/rollout/sampling.py",
+        "if sampling.valid_vocab < logits.shape[-1]:",
+        "if False:",
+        (
+            "tests/rollout/test_sampling.py::test_greedy_takes_the_best_real_token_with_probability_one",
+        ),
+    ),
+    Mutant(
+        "the first token is drawn after one prompt token too many",
+        "fuse_jax/rollout/programs.py",
+        "(lengths - 1)[:, None, None]",
+        "lengths[:, None, None]",
+        ("tests/rollout/test_engine.py::test_log_probs_are_those_of_a_full_forward_pass",),
+    ),
+    Mutant(
+        "decoding draws with the noise of the token before",
+        "fuse_jax/rollout/programs.py",
+        "state.sample_ids, state.generated, seed_key)",
+        "state.sample_ids, state.generated - 1, seed_key)",
+        ("tests/rollout/test_engine.py::test_log_probs_are_those_of_a_full_forward_pass",),
+    ),
+    Mutant(
+        "a response may be one token longer than its cap",
+        "fuse_jax/rollout/programs.py",
+        "(generated >= max_new)",
+        "(generated > max_new)",
+        ("tests/rollout/test_engine.py::test_a_chunk_ends_when_all_slots_are_done",),
+    ),
+    Mutant(
+        "slots that are done go on writing",
+        "fuse_jax/rollout/programs.py",
+        "written = live & (draw.tokens >= 0)",
+        "written = draw.tokens >= 0",
+        ("tests/rollout/test_engine.py::test_done_and_released_slots_are_left_alone",),
+    ),
+    Mutant(
+        "attention reads one cached position too many",
+        "fuse_jax/rollout/cache_attention.py",
+        "jnp.arange(block) < lengths[:, None]",
+        "jnp.arange(block) <= lengths[:, None]",
+        ("tests/rollout/test_engine.py::test_log_probs_are_those_of_a_full_forward_pass",),
+    ),
+    Mutant(
+        "the last block of the cache is not read",
+        "fuse_jax/rollout/cache_attention.py",
+        "return -(-jnp.max(jnp.where(live, lengths, 0)) // block)",
+        "return jnp.max(jnp.where(live, lengths, 0)) // block",
+        ("tests/rollout/test_engine.py::test_log_probs_are_those_of_a_full_forward_pass",),
+    ),
+]
+
+SCORING = [
+    Mutant(
+        "kl of the reference against the actor",
+        "fuse_jax/scoring/passes.py",
+        "return full_kl(logits, ref_logits)",
+        "return full_kl(ref_logits, logits)",
+        ("tests/scoring/test_passes.py::test_log_probs_by_hand",),
+    ),
+    Mutant(
+        "scoring forgets the temperature",
+        "fuse_jax/scoring/passes.py",
+        "        temperature=temperature,\n        valid_vocab=valid_vocab,",
+        "        valid_vocab=valid_vocab,",
+        ("tests/scoring/test_passes.py::test_log_probs_by_hand",),
+    ),
+    Mutant(
+        "log-probs beneath the mask come through",
+        "fuse_jax/scoring/passes.py",
+        "> 0, statistics.log_probs, 0.0)",
+        "> -1, statistics.log_probs, 0.0)",
+        ("tests/scoring/test_passes.py::test_log_probs_by_hand",),
+    ),
+    Mutant(
+        "last value is of the state before the last token",
+        "fuse_jax/scoring/passes.py",
+        "return values, _at_end(params, hidden, prompt_lengths + response_lengths)",
+        "return values, _at_end(params, hidden, prompt_lengths + response_lengths - 1)",
+        ("tests/scoring/test_passes.py::test_alignment_by_hand",),
+    ),
+    Mutant(
+        "bucket follows from the response alone",
+        "fuse_jax/scoring/scorer.py",
+        "return bucket_of(sample.length, self.buckets)",
+        "return bucket_of(response, self.buckets)",
+        ("tests/scoring/test_scorer.py::test_samples_fall_in_the_bucket_of_their_own_length",),
+    ),
+    Mutant(
+        "dispatch waits for the device",
+        "fuse_jax/scoring/scorer.py",
+        "            array.copy_to_host_async()",
+        "            array.block_until_ready()",
+        ("tests/scoring/test_scorer.py::test_readiness_a_sample_and_column_without_waiting",),
+    ),
+    Mutant(
+        "scores go to the first samples instead of their own",
+        "fuse_jax/scoring/scorer.py",
+        "pending.write([scored[i] for i in positions])",
+        "pending.write(scored[: len(positions)])",
+        ("tests/scoring/test_scorer.py::test_every_column_equals_the_unbatched_oracle",),
+    ),
+    Mutant(
+        "nan is a score",
+        "fuse_jax/scoring/reward_call.py",
+        "if not abs(score) <= FLOAT32_MAX:",
+        "if abs(score) > FLOAT32_MAX:",
+        ("tests/scoring/test_reward_function.py::test_what_counts_as_a_score",),
+    ),
+    Mutant(
+        "late answers are accepted",
+        "fuse_jax/scoring/worker_pool.py",
+        "late = seconds > self.timeout",
+        "late = False",
+        (
+            "tests/scoring/test_reward_function.py::test_answer_beyond_the_limit_is_late_even_if_it_was_seen_in_time",
+        ),
+    ),
+    Mutant(
+        "results come in the order of their arrival",
+        "fuse_jax/scoring/reward_function.py",
+        "return [self._ready.pop(key) for key in keys]",
+        "return [self._ready.pop(key) for key in list(self._ready)]",
+        ("tests/scoring/test_reward_function.py::test_results_keep_order_and_stream",),
+    ),
+]
+
+TRAINING = [
+    Mutant(
+        "loss weights are of a bucket instead of the mini-batch",
+        "fuse_jax/training/minibatch.py",
+        "weights=aligned(weights[members]),",
+        "weights=aligned(weights[members] / max(weights[members].sum(), 1e-9)),",
+        ("tests/training/test_minibatch.py::test_weights_are_of_the_whole_minibatch",),
+    ),
+    Mutant(
+        "a micro-batch that is not full is dropped",
+        "fuse_jax/training/minibatch.py",
+        "np.int32(-(-len(members) // bucket.rows))",
+        "np.int32(len(members) // bucket.rows)",
+        (
+            "tests/training/test_minibatch.py::test_every_sample_has_one_row_in_the_bucket_of_its_own_length",
+        ),
+    ),
+    Mutant(
+        "response columns are one short",
+        "fuse_jax/training/minibatch.py",
+        "response = min(bucket.length - 1, ",
+        "response = min(bucket.length - 2, ",
+        ("tests/training/test_minibatch.py::test_shapes_do_not_depend_on_the_samples",),
+    ),
+    Mutant(
+        "explained variance forgets the mean of the returns",
+        "fuse_jax/training/gradients.py",
+        'sums["return_sq"] - jnp.square(sums["return_mean"])',
+        'sums["return_sq"]',
+        ("tests/training/test_gradients.py::test_explained_variance_from_the_sums",),
+    ),
+    Mutant(
+        "every micro-batch's gradient is clipped by itself",
+        "fuse_jax/training/gradients.py",
+        "lambda g: g.astype(jnp.float32), grads)",
+        "lambda g: jnp.clip(g.astype(jnp.float32), -1.0, 1.0), grads)",
+        (
+            "tests/training/test_gradients.py::test_gradients_and_metrics_of_the_real_micro_batches_are_added_as_they_are",
+        ),
+    ),
+    Mutant(
+        "micro-batches that hold nothing are run too",
+        "fuse_jax/training/gradients.py",
+        "lax.fori_loop(0, bucket.count, turn, total)",
+        "lax.fori_loop(0, len(jax.tree.leaves(bucket.micro_batches)[0]), turn, total)",
+        (
+            "tests/training/test_gradients.py::test_gradients_and_metrics_of_the_real_micro_batches_are_added_as_they_are",
+        ),
+    ),
+    Mutant(
+        "entropy is punished",
+        "fuse_jax/training/gradients.py",
+        "loss = loss - ppo.entropy_coef * entropy",
+        "loss = loss + ppo.entropy_coef * entropy",
+        (
+            "tests/training/test_gradients.py::test_the_actors_loss_is_policy_less_entropy_and_plus_kl",
+        ),
+    ),
+    Mutant(
+        "gradients that are not finite are taken",
+        "fuse_jax/training/state.py",
+        "_choose(finite, moved, params[name])",
+        "moved",
+        (
+            "tests/training/test_state.py::test_a_gradient_that_is_not_finite_leaves_its_model_alone_and_is_counted",
+        ),
+    ),
+    Mutant(
+        "small gradients are blown up to the clip",
+        "fuse_jax/training/state.py",
+        "jnp.where(norm > max_norm, max_norm / norm, 1.0)",
+        "max_norm / norm",
+        ("tests/training/test_state.py::test_each_model_is_clipped_by_its_own_norm",),
+    ),
+    Mutant(
+        "warm-up begins with a rate of zero",
+        "fuse_jax/training/optimizers.py",
+        "(done + 1) / warmup",
+        "done / warmup",
+        (
+            "tests/training/test_optimizers.py::test_warm_up_starts_above_zero_and_ends_at_the_full_rate",
+        ),
+    ),
+    Mutant(
+        "every epoch has the order of the first",
+        "fuse_jax/training/ppo_loop.py",
+        "ORDER_SEED, iteration, epoch)",
+        "ORDER_SEED, iteration)",
+        (
+            "tests/training/test_ppo_loop.py::test_every_epoch_and_iteration_takes_each_sample_once_in_an_order_of_its_own",
+        ),
+    ),
+    Mutant(
+        "the actor is trained where the critic should be alone",
+        "fuse_jax/training/ppo_loop.py",
+        "parts.critic_step if warming or stopped else parts.step",
+        "parts.step if warming or stopped else parts.critic_step",
+        ("tests/training/test_ppo_loop.py::test_the_critic_warms_up_alone",),
+    ),
+    Mutant(
+        "a kl that is nan does not stop the actor",
+        "fuse_jax/training/ppo_loop.py",
+        'not float(metrics["approx_kl"]) <= 1.5',
+        'float(metrics["approx_kl"]) > 1.5',
+        ("tests/training/test_ppo_loop.py::test_the_actor_stops_early_and_the_critic_goes_on",),
+    ),
+    Mutant(
+        "the penalty for a missing end is normalised",
+        "fuse_jax/training/experience.py",
+        "missing_eos_penalty(scores, truncated, reward.missing_eos_penalty)",
+        "missing_eos_penalty(scores, truncated, normalise_scores(jnp.float32(-3), moments))",
+        (
+            "tests/training/test_experience.py::test_a_score_is_normalised_then_clipped_then_replaced_where_truncated",
+        ),
+    ),
+    Mutant(
+        "responses that ended are bootstrapped too",
+        "fuse_jax/training/experience.py",
+        "jnp.where(batch.truncated, batch.last_values, 0.0)",
+        "batch.last_values",
+        ("tests/training/test_experience.py::test_rewards_advantages_and_returns_by_hand[reward]",),
+    ),
+    Mutant(
+        "kl is charged in the reward and in the loss",
+        "fuse_jax/training/experience.py",
+        'kl_coef if ppo.kl.placement == "reward" else jnp.zeros_like(kl_coef)',
+        "kl_coef",
+        ("tests/training/test_experience.py::test_rewards_advantages_and_returns_by_hand[loss]",),
+    ),
+    Mutant(
+        "critic's head keeps the offset of raw scores",
+        "fuse_jax/training/models.py",
+        '(head["bias"] - mean) / deviation',
+        'head["bias"] / deviation',
+        (
+            "tests/training/test_experience.py::test_a_critic_made_of_the_reward_model_predicts_treated_scores",
+        ),
+    ),
+]
+
+MUTANTS = [*RL, *ROLLOUT, *SCORING, *TRAINING]

@@ -392,6 +392,7 @@ def test_callable_runs_here_and_says_so_once():
         (10**400, "exception"),
         (-3.4028234663852886e38, ""),
         (3.5e38, "not finite"),
+        (math.nan, "not finite"),
     ],
 )
 def test_what_counts_as_a_score(result, kind):

@@ -11,8 +11,8 @@ import pytest
 
 from fuse_jax.buckets import Bucket
 from fuse_jax.config import ComputeConfig
-from fuse_jax.training.gradients import serial_gradients
-from fuse_jax.training.minibatch import cut_minibatch
+from fuse_jax.training.gradients import accumulate, actor_loss, finish_metrics, serial_gradients
+from fuse_jax.training.minibatch import BucketBatches, cut_minibatch
 
 BUCKETS = (Bucket(8, 2), Bucket(16, 3))
 KL = 0.3
@@ -37,6 +37,34 @@ def largest_difference(a, b):
 
 def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def test_gradients_and_metrics_of_the_real_micro_batches_are_added_as_they_are():
+    def loss(params, x):
+        value = jnp.sum(params * x)
+        return value, {"loss": value, "x_max": jnp.max(x)}
+
+    # Two buckets of three micro-batches, of which two and one are real.
+    first = np.array([[1, 20], [300, 4000], [7, 7]], np.float32)
+    second = np.array([[-50000, 0.5], [9e9, 9e9], [7, 7]], np.float32)
+    buckets = (BucketBatches(first, np.int32(2)), BucketBatches(second, np.int32(1)))
+    grads, metrics = accumulate(loss, jnp.array([1.0, 2.0]), buckets)
+    np.testing.assert_array_equal(grads, [301 - 50000, 4020.5])
+    assert float(metrics["loss"]) == 301 - 50000 + 2 * 4020.5
+    assert float(metrics["x_max"]) == 4000
+
+
+def test_the_actors_loss_is_policy_less_entropy_and_plus_kl():
+    hp, params = toy.hyper_parameters(), toy.toy_params()
+    bucket = cut(toy.toy_experience(4), (Bucket(16, 4),)).buckets[0]
+    micro_batch = jax.tree.map(lambda x: x[0], bucket.micro_batches)
+    loss, metrics = jax.jit(partial(actor_loss, hp=hp))(
+        params["actor"], micro_batch, kl_coef=jnp.float32(KL)
+    )
+    terms = {name: float(metrics[name]) for name in ("policy_loss", "entropy", "kl_loss")}
+    assert all(abs(term) > 1e-3 for term in terms.values())
+    wanted = terms["policy_loss"] - 0.05 * terms["entropy"] + KL * terms["kl_loss"]
+    assert float(loss) == float(metrics["actor_loss"]) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
@@ -164,6 +192,18 @@ def test_the_actor_does_not_read_the_critics_numbers():
     grads, _ = run(params, cut(other), hp=hp)
     assert bits(grads["actor"]) == bits(expected["actor"])
     assert bits(grads["critic"]) != bits(expected["critic"])
+
+
+def test_explained_variance_from_the_sums():
+    """Returns 1 and 3 against the values 1 and 2: variance 1, mean squared error 0.5."""
+    sums = {"return_sq": 5.0, "return_mean": 2.0, "value_error_sq": 0.5, "critic_loss": 0.25}
+    found = finish_metrics({name: jnp.float32(value) for name, value in sums.items()})
+    assert found.keys() == sums.keys() - {"return_sq", "return_mean"} | {
+        "critic_explained_variance"
+    }
+    assert float(found["critic_explained_variance"]) == 0.5
+    equal = finish_metrics({**found, "return_sq": 4.0, "return_mean": 2.0})
+    assert float(equal["critic_explained_variance"]) == 0.0
 
 
 def test_explained_variance():
