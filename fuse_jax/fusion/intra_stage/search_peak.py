@@ -1,10 +1,10 @@
 """The second half of a search: the lowest peak memory at a makespan that must not grow.
 
 First whole searches under falling caps, each stopped as soon as it reaches the makespan: list
-  scheduling under a cap finds
-schedules of another shape than shaving the peak of an uncapped one can reach. Then the memory
-pass from the lowest of them, alternating between a level just below the best peak and hotter
-restarts.
+scheduling under a cap finds schedules of another shape than shaving an uncapped one can reach.
+Then the memory pass in growing rounds: from the best, from the schedule given (another basin) and,
+hotter, from the best again. Measured: small problems want many short coolings, large ones few long
+ones, so a round's evaluations grow with the number of tasks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from fuse_jax.fusion.intra_stage.random_stream import new_stream
 from fuse_jax.fusion.intra_stage.schedule import Schedule
 from fuse_jax.fusion.intra_stage.search import Meter, SearchResult, Walk
 
-# Evaluations of one search under a cap, and of the first round of the pass.
+# Evaluations of one search under a cap, and of the pass's first round for a problem of 384 tasks
+# (in proportion for others); what the caps may take of the budget.
 _CAP_EVALUATIONS = 20_000
-_ROUND_EVALUATIONS = 100_000
+_ROUND_EVALUATIONS = 50_000 / 384
+_CAP_SHARE = 0.3
 
 
 def _peak(schedule: Schedule) -> int:
@@ -34,10 +36,9 @@ def _fall_by_caps(
 ) -> Schedule:
     """Bisect the cap between `goal` and the peak; keep the lowest schedule within `limit`."""
     best, low = start, goal
-    takes = finder.graph.take[finder.graph.take > 0]
-    smallest = int(takes.min()) if takes.size else 1
     work = _CAP_EVALUATIONS * finder.graph.duration.size
-    while _peak(best) - low > smallest and not meter.stop:
+    # Down to single quanta: every failed try is also another walk close below the best peak.
+    while low < _peak(best) - 1 and not meter.stop:
         cap = (low + _peak(best)) // 2
         walk = Walk(finder, cap, limit, seed)
         part = Meter(min(work, meter.left), meter.time_left)
@@ -73,12 +74,14 @@ def lower_peak(
     goal = finder.memory(limit)
     best = found.schedule
     if _peak(best) > goal:
-        best = _fall_by_caps(finder, best, limit, goal, meter, seed)
+        share = None if time_limit is None else time_limit * _CAP_SHARE
+        part = Meter(meter.left * _CAP_SHARE, share)
+        best = _fall_by_caps(finder, best, limit, goal, part, seed)
+        meter.spend(part.spent)
     state = new_stream(seed)
-    turn, work = 0, float(_ROUND_EVALUATIONS * graph.duration.size)
+    turn, work = 0, _ROUND_EVALUATIONS * float(graph.duration.size) ** 2
     while _peak(best) > goal and not meter.stop:
         work = min(work, max(meter.left, 1.0), meter.work_in_time())
-        # every third round starts again from the given schedule: another basin
         begin = found.schedule if turn % 3 == 1 else best
         lowest = np.empty_like(best.order)
         _, used = lower_memory(
@@ -89,7 +92,7 @@ def lower_peak(
             _peak(begin) - 1,
             goal,
             work,
-            work,
+            work / 2,
             (1.0, 1.0, 3.0)[turn % 3],
             0.1,
             state,
@@ -100,7 +103,7 @@ def lower_peak(
         if _peak(candidate) < _peak(best):
             best = candidate
         turn += 1
-        work *= 2
+        work *= 1.3
     stopped_by = "bound" if _peak(best) <= goal else meter.stop
     return replace(
         found,
