@@ -93,7 +93,7 @@ class KLConfig:
 
     coef: float = 0.15
     placement: Literal["reward", "loss"] = "reward"
-    estimator: Literal["k1", "k2", "k3", "full"] = "k1"
+    estimator: Literal["k1", "abs", "k2", "k3", "full"] = "k1"
     controller: Literal["fixed", "adaptive"] = "fixed"
     target: float = 6.0  # adaptive: nats a sequence
     horizon: int = 10000  # adaptive: samples

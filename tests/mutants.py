@@ -151,6 +151,7 @@ def _pytest_in_child(tests: list[str], copy: Path, log: Path) -> int:
             inside = Path(fuse_jax.__file__).is_relative_to(copy)
             assert inside, f"{fuse_jax.__file__} is not the copy"
             options = [
+                "-n0",  # one process: with workers, a failing test has another exit status
                 "-x",
                 "-q",
                 "-m",

@@ -1,4 +1,4 @@
-"""Causal attention over whole sequences: cuDNN's where there is one, our own on the CPU.
+"""Causal attention over whole sequences: jax.nn's on accelerators, our own on the CPU.
 
 The CPU version is written so that XLA's compiler does little besides the dots. Three things differ
 from the generic one: heads go before tokens once, so that every dot is a plain

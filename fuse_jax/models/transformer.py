@@ -199,14 +199,19 @@ def forward(
     positions: Array | None = None,
     dtype: Any = jnp.float32,
     remat: Remat = "none",
+    rows: Any = None,
 ) -> Array:
     """Hidden states after the final norm, `[B, T, D]`, of right-padded or packed `tokens` `[B, T]`.
 
     Packed rows give `segment_ids` `[B, T]` and `positions` `[B, T]` that restart in each segment.
+    `rows`: sharding of the activations' rows. Without it XLA may keep the layout that the embedding
+    table's shards suggest, and repeat every row on every device.
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     attend = causal_attention if segment_ids is None else segment_attention(segment_ids)
     x = embed(params, tokens, dtype=dtype)
+    if rows is not None:
+        x = jax.lax.with_sharding_constraint(x, rows)
     x, _, _ = apply_blocks(arch, params["blocks"], x, positions, attend, dtype=dtype, remat=remat)
     return final_norm(arch, params, x, dtype=dtype)

@@ -5,7 +5,7 @@ Direction throughout, with tokens sampled from the actor:
     KL(actor || reference) = E[log actor(token) - log reference(token)]
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -105,15 +105,6 @@ def full_kl(
     # (-inf) - (-inf) is NaN, so impossible tokens are cleaned before the difference is taken.
     difference = jnp.where(possible, log_p, 0.0) - jnp.where(possible, log_q, 0.0)
     return jnp.sum(jnp.where(possible, jnp.exp(log_p), 0.0) * difference, axis=-1)
-
-
-class KLController(NamedTuple):
-    """State of the KL coefficient: a pytree to be checkpointed with the rest.
-
-    A fixed controller is one that is never updated.
-    """
-
-    kl_coef: Float[Array, ""]
 
 
 def adaptive_kl_update(

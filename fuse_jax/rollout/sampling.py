@@ -101,14 +101,14 @@ def sample(logits: Float[Array, "B V"], keys: Any, sampling: Sampling, *, gaps: 
         real = jnp.arange(logits.shape[-1]) < sampling.valid_vocab
         logits = jnp.where(real, logits, -jnp.inf)
     if sampling.greedy:
-        tokens = _first_best(logits)
+        tokens = _first_best(logits, sampling.valid_vocab)
         return Draw(tokens, jnp.zeros(tokens.shape), _lead(logits, tokens) if gaps else None)
     if sampling.temperature != 1.0:
         logits = logits / sampling.temperature
     logits, margin = _cut(logits, sampling, gaps)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
     perturbed = logits + noise
-    tokens = _first_best(perturbed)
+    tokens = _first_best(perturbed, sampling.valid_vocab)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
     if not gaps:
@@ -117,15 +117,15 @@ def sample(logits: Float[Array, "B V"], keys: Any, sampling: Sampling, *, gaps: 
     return Draw(tokens, log_probs, lead if margin is None else jnp.minimum(lead, margin))
 
 
-def _first_best(scores: Array) -> Array:
+def _first_best(scores: Array, valid_vocab: int) -> Array:
     """argmax, int32 `[B]`, in two passes: XLA's argmax on CPU is four times slower (measured).
 
-    A row with NaN gets the last id, and log-probability NaN.
+    A row with NaN gets the last real id, and log-probability NaN.
     """
     size = scores.shape[-1]
     at_top = scores == jnp.max(scores, axis=-1, keepdims=True)
     first = jnp.min(jnp.where(at_top, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
-    return jnp.minimum(first, size - 1)
+    return jnp.minimum(first, min(valid_vocab, size) - 1)
 
 
 def _lead(scores: Array, best: Array) -> Array:

@@ -34,12 +34,21 @@ class Checkpoints:
 
     def save(self, step: int, arrays: Any, host: dict[str, Any]) -> None:
         """Start saving; device arrays are copied before this returns, so they may be donated."""
-        self._manager.save(
+        saved = self._manager.save(
             step,
             args=ocp.args.Composite(
                 arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host)
             ),
         )
+        if not saved:
+            raise CheckpointError(
+                f"{self.directory}: save {step} was not made, because {self.latest()} is there"
+            )
+
+    def forget_after(self, step: int) -> None:
+        """Delete saves that are newer than `step`: a resumed run will make them again."""
+        for newer in [found for found in self._manager.all_steps() if found > step]:
+            self._manager.delete(newer)
 
     def restore(self, like: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
         """The save `step` (newest if None), laid out as the arrays (or structs) `like` are."""

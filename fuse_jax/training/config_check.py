@@ -217,8 +217,8 @@ def _kl(config: Config) -> None:
     kl = config.ppo.kl
     if kl.placement == "loss" and kl.estimator not in ("k2", "k3"):
         why = (
-            "the gradient of k1 in the loss is zero in expectation"
-            if kl.estimator == "k1"
+            "the gradient of k1 or its size in the loss is not that of the KL"
+            if kl.estimator in ("k1", "abs")
             else "the full KL needs the reference model inside the update"
         )
         _refuse("ppo.kl.estimator", kl.estimator, f"{why}: use k2 or k3, or kl.placement=reward")

@@ -59,6 +59,15 @@ class Run:
         keep = keep or self.config.checkpoint.keep
         return Checkpoints(self.workdir / "checkpoints" / stage, keep=keep)
 
+    def resumes(self, stage: str) -> bool:
+        """Whether this run goes on from a save of `stage`."""
+        if not self.resume:
+            return False
+        saves = self.checkpoints(stage)
+        found = saves.latest() is not None
+        saves.close()
+        return found
+
     def key(self, purpose: int) -> jax.Array:
         """A random key of the run's seed; each use has a `purpose` number of its own."""
         return jax.random.fold_in(jax.random.key(self.config.seed), purpose)

@@ -36,6 +36,7 @@ class HyperParameters:
     """What a PPO step is compiled for: hashable, so it can be a static argument.
 
     temperature: the sampler's. valid_vocab: ids from here on are vocabulary padding; None = none.
+    rows: sharding of activations over rows (see `forward`), set by `make_step`; None = left to XLA.
     updates: planned optimiser updates of (actor, critic), the length of their schedules.
     """
 
@@ -46,6 +47,7 @@ class HyperParameters:
     temperature: float = 1.0
     valid_vocab: int | None = None
     updates: tuple[int, int] = (1, 1)
+    rows: Any = None
 
 
 def serial_gradients(
@@ -135,7 +137,7 @@ def critic_loss(
 
 def _hidden(arch: Architecture, params: Any, batch: MicroBatch, hp: HyperParameters) -> Array:
     dtype = jnp.dtype(hp.compute.dtype)
-    return forward(arch, params, batch.tokens, dtype=dtype, remat=hp.compute.remat)
+    return forward(arch, params, batch.tokens, dtype=dtype, remat=hp.compute.remat, rows=hp.rows)
 
 
 def accumulate(

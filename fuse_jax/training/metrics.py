@@ -23,18 +23,20 @@ class RunLog:
         workdir.mkdir(parents=True, exist_ok=True)
         self.metrics_path = workdir / "metrics.jsonl"
         self.samples_path = workdir / "samples.jsonl"
-        self._tensorboard_dir = str(workdir / "tensorboard")
-        self._tensorboard: SummaryWriter | None = None
+        self._tensorboard = workdir / "tensorboard"
+        self._writers: dict[str, SummaryWriter] = {}
+        self._dropped: dict[str, int] = {}  # first step of each stage that is written again
 
     def metrics(self, stage: str, step: int, values: dict[str, float]) -> None:
-        """One line of metrics, and the same numbers as TensorBoard scalars `stage/name`."""
+        """One line of metrics, and the same numbers as TensorBoard scalars, a run a stage."""
         finite = {name: _plain(value) for name, value in values.items()}
         _append(self.metrics_path, [{"stage": stage, "step": step, **finite}])
-        if self._tensorboard is None:
-            self._tensorboard = SummaryWriter(self._tensorboard_dir)
+        if stage not in self._writers:
+            again = self._dropped.get(stage)
+            self._writers[stage] = SummaryWriter(str(self._tensorboard / stage), purge_step=again)
         for name, value in finite.items():
             if isinstance(value, float | int):
-                self._tensorboard.add_scalar(f"{stage}/{name}", value, step)
+                self._writers[stage].add_scalar(name, value, step)
 
     def samples(self, rows: Iterable[dict[str, Any]]) -> None:
         """Lines of the sample table: stage, step, prompt, response, score."""
@@ -43,15 +45,21 @@ class RunLog:
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
         """Remove lines (and a half-written last line) that a resumed run will write again."""
         for path in (self.metrics_path, self.samples_path):
-            rows = [row for row in read_lines(path) if not unwanted(row)]
+            rows = []
+            for row in read_lines(path):
+                if not unwanted(row):
+                    rows.append(row)
+                else:
+                    first = self._dropped.get(row["stage"], row["step"])
+                    self._dropped[row["stage"]] = min(first, row["step"])
             temporary = path.with_suffix(".partial")
             temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
             os.replace(temporary, path)
 
     def close(self) -> None:
         """Flush TensorBoard."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for writer in self._writers.values():
+            writer.close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from fuse_jax.data import cursor as cursors
 from fuse_jax.data.order import permutation, sample_ids
 from fuse_jax.models.transformer import Params
+from fuse_jax.rl.kl import should_stop_early
 from fuse_jax.rl.moments import Moments
 from fuse_jax.training.checkpoint import Checkpoints
 from fuse_jax.training.context import Run
@@ -22,11 +23,18 @@ from fuse_jax.training.evaluate import evaluate
 from fuse_jax.training.late_compilations import compilations
 from fuse_jax.training.minibatch import Experience
 from fuse_jax.training.ppo_parts import PPOParts
-from fuse_jax.training.ppo_state import ORDER_SEED, PPOState, Progress, shape_experience
+from fuse_jax.training.ppo_state import (
+    ORDER_SEED,
+    PPOState,
+    Progress,
+    move_kl_coef,
+    shape_experience,
+)
 from fuse_jax.training.sample_table import log_samples
 from fuse_jax.training.state import TrainState, check_skipped
 from fuse_jax.training.warm_up import precompile, shapes
 
+LATE_SHOWN = 400  # characters of a program's name and shapes
 EVALUATIONS = ("eval", "greedy_eval")
 
 
@@ -49,9 +57,10 @@ def train_ppo(run: Run, parts: PPOParts, train: TrainState, moments: Moments) ->
         precompile(run, parts, state)
     checkpoints, best = run.checkpoints("ppo"), run.checkpoints("best", keep=1)
     if run.resume and checkpoints.latest() is not None:
-        _restore(run, state, checkpoints)
+        _restore(run, state, checkpoints, best)
     else:
         run.log.drop(lambda row: row["stage"] in ("ppo", *EVALUATIONS))
+        best.forget_after(-1)
         _evaluate(run, parts, state, best)
         best.wait()
         checkpoints.save(0, state.arrays(), state.host())
@@ -82,16 +91,20 @@ def _show_late(run: Run, state: PPOState, compiled: list[str]) -> None:
     last = state.progress.iteration - 1
     if last > 0 or run.config.compute.precompile:
         for program in compiled:
-            run.say(f"ppo: iteration {last} had to compile {program}")
+            run.say(f"ppo: iteration {last} had to compile {program[:LATE_SHOWN]}")
 
 
-def _restore(run: Run, state: PPOState, checkpoints: Checkpoints) -> None:
+def _restore(run: Run, state: PPOState, checkpoints: Checkpoints, best: Checkpoints) -> None:
     done, arrays, host = checkpoints.restore(state.arrays())
     state.train = arrays["train"]
     state.moments = Moments(**arrays["moments"])
     state.kl_coef = np.float32(arrays["kl_coef"])
     state.cursor = cursors.resume(host["cursor"], run.task.prompts, run.config.seed)
     state.progress = Progress(**host["progress"])
+    best.forget_after(done)
+    if best.latest() != state.progress.best_iteration:
+        # A newer best had replaced it: on this machine's replay the next best is found again.
+        state.progress.best_score = None
     run.log.drop(lambda row: row["stage"] == "ppo" and row["step"] >= done)
     run.log.drop(lambda row: row["stage"] in EVALUATIONS and row["step"] > done)
     run.say(f"ppo: resumed after iteration {done}")
@@ -115,6 +128,7 @@ def iterate(run: Run, parts: PPOParts, state: PPOState) -> dict[str, float]:
 
     experience, values = shape_experience(run, state, batch)
     updates = update(run, parts, state, experience)
+    move_kl_coef(run, state, values["kl"], int(batch.valid.sum()))
     progress.spend("update", clock)
 
     generated = int(batch.response_lengths.sum())
@@ -151,7 +165,7 @@ def update(run: Run, parts: PPOParts, state: PPOState, experience: Experience) -
             collected.append(metrics)
             if config.target_kl is not None and "approx_kl" in metrics:
                 # Reading the metric waits for the device: only where an early stop is asked for.
-                stopped = stopped or not float(metrics["approx_kl"]) <= 1.5 * config.target_kl
+                stopped = stopped or bool(should_stop_early(metrics["approx_kl"], config.target_kl))
     state.progress.early_stops += int(stopped)
     return {**_summary(collected), "actor_stopped_early": float(stopped)}
 
@@ -190,7 +204,6 @@ def _evaluate(run: Run, parts: PPOParts, state: PPOState, best: Checkpoints) -> 
     score = values["score"]
     if np.isfinite(score) and (progress.best_score is None or score > progress.best_score):
         progress.best_score, progress.best_iteration = float(score), progress.iteration
-        if best.latest() != progress.iteration:
-            actor: Params = state.train.params["actor"]
-            best.save(progress.iteration, {"actor": actor}, {"score": float(score)})
+        actor: Params = state.train.params["actor"]
+        best.save(progress.iteration, {"actor": actor}, {"score": float(score)})
     progress.spend("evaluation", started)

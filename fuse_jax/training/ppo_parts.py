@@ -111,8 +111,8 @@ class PPOParts:
         own = self.checker.score(samples, found)
         width = config.rollout.max_new_tokens
         log_probs = ragged([one.log_probs for one in own if one.log_probs is not None], width)
-        drift = np.abs(log_probs - batch.log_probs)
-        values = self._drift(drift[log_probs != 0], iteration)
+        inside = np.arange(width) < batch.response_lengths[:, None]
+        values = self._drift(np.abs(log_probs - batch.log_probs)[inside], iteration)
         return (batch._replace(log_probs=log_probs) if recompute else batch), values
 
     def _drift(self, drift: np.ndarray, iteration: int) -> dict[str, float]:
@@ -186,7 +186,10 @@ def build_parts(
     reward_model: Params | None,
     reward_function: Callable[[str, str, dict], float] | None = None,
 ) -> tuple[PPOParts, TrainState, Moments]:
-    """Build everything PPO needs; also its fresh state, and the moments that scale its rewards."""
+    """Build everything PPO needs; also its fresh state, and the moments that scale its rewards.
+
+    Where a checkpoint will replace state and moments, the moments are not measured again.
+    """
     config = run.config
     hp = hyper_parameters(run)
     uses_model = config.reward.source == "model"
@@ -217,10 +220,13 @@ def build_parts(
         critic_step=make_step(run.mesh, hp, train=("critic",)),
     )
     moments = init_moments()
-    if config.reward.normalise == "reference":
+    if config.reward.normalise == "reference" and not run.resumes("ppo"):
         moments = reference_moments(parts, actor)
-    deviation = float(np.sqrt(moments.m2 / max(1.0, float(moments.count)))) or 1.0
-    critic = models.initial_critic(run, actor, reward_model, float(moments.mean), deviation)
+    mean, deviation = 0.0, 1.0
+    if uses_model:  # the moments are of its scores, and so in units of its head
+        mean = float(moments.mean)
+        deviation = float(np.sqrt(moments.m2 / max(1.0, float(moments.count)))) or 1.0
+    critic = models.initial_critic(run, actor, reward_model, mean, deviation)
     state = create_ppo_state({"actor": actor, "critic": critic}, hp, run.mesh)
     return parts, state, moments
 

@@ -72,7 +72,7 @@ class PPOState:
 def shape_experience(
     run: Run, state: PPOState, batch: ScoredBatch
 ) -> tuple[Experience, dict[str, float]]:
-    """Experience and metrics of a scored batch; `state`'s moments and KL coefficient move on."""
+    """Experience and metrics of a scored batch; `state`'s running moments move on."""
     config = run.config
     if config.reward.normalise == "running":
         state.moments = update_moments(
@@ -81,7 +81,9 @@ def shape_experience(
     count = len(batch.scores)
     order = np.arange(count)
     if config.reward.control == "shuffled":
-        order = permutation(count, config.seed, ORDER_SEED + 1, state.progress.iteration)
+        valid = np.flatnonzero(batch.valid)
+        shuffled = permutation(len(valid), config.seed, ORDER_SEED + 1, state.progress.iteration)
+        order[valid] = valid[shuffled]
     shaped = shape(
         batch,
         None if config.reward.normalise == "none" else state.moments,
@@ -92,14 +94,19 @@ def shape_experience(
     )
     values = experience_metrics(batch, shaped)
     values["kl_coef"] = float(state.kl_coef)
-    if config.ppo.kl.controller == "adaptive":
+    return make_experience(batch, shaped), values
+
+
+def move_kl_coef(run: Run, state: PPOState, observed_kl: float, samples: int) -> None:
+    """After an iteration: the adaptive controller's next coefficient; a fixed one stays."""
+    kl = run.config.ppo.kl
+    if kl.controller == "adaptive":
         state.kl_coef = np.float32(
             adaptive_kl_update(
                 state.kl_coef,
-                values["kl"],
-                target=config.ppo.kl.target,
-                horizon=config.ppo.kl.horizon,
-                n_samples=int(batch.valid.sum()),
+                observed_kl,
+                target=kl.target,
+                horizon=kl.horizon,
+                n_samples=samples,
             )
         )
-    return make_experience(batch, shaped), values

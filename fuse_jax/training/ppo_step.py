@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 from jax import Array
 from jax.sharding import Mesh
 
+from fuse_jax.placement.sharding import batch_sharding
 from fuse_jax.training.gradients import BOTH, HyperParameters, serial_gradients
 from fuse_jax.training.minibatch import Minibatch, minibatch_shardings
 from fuse_jax.training.optimizers import Optimizer, make_optimizer
@@ -62,6 +64,10 @@ class Step:
         """Compile now; every mini-batch of a run has the shapes of this one."""
         self._compiled.precompile(state, self._placed(minibatch))
 
+    def text(self) -> str:
+        """The compiled program, as XLA prints it."""
+        return self._compiled.text()
+
     def __call__(self, state: TrainState, minibatch: Minibatch) -> tuple[TrainState, Metrics]:
         return self._compiled(state, self._placed(minibatch))
 
@@ -78,5 +84,6 @@ def make_step(
     `train` is static: the step that leaves the actor alone (critic warm-up, KL early stop) is a
     second executable that holds none of the actor's work.
     """
+    hp = replace(hp, rows=batch_sharding(mesh))
     bound = partial(ppo_step, hp=hp, gradients=partial(gradients, hp=hp, train=train))
     return Step(CompiledStep(bound, {"actor": hp.actor, "critic": hp.critic}, mesh), mesh)

@@ -113,7 +113,13 @@ def run_sft(run: Run, actor: Params, report: Report) -> Params:
             row_length=config.sft.row_length,
             pad_token_id=run.task.vocabulary.pad_token_id,
         ),
-        step=make_sft_step(run.mesh, arch, config.compute, optimizer),
+        step=make_sft_step(
+            run.mesh,
+            arch,
+            config.compute,
+            optimizer,
+            valid_vocab=run.task.vocabulary.vocab_size,
+        ),
     )
     state, report["seconds"]["sft"] = run_stage(run, stage, state)
     export(run, "actor", state.params["actor"], "sft")

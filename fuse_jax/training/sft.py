@@ -68,7 +68,12 @@ def group_rows(rows: np.ndarray, tokens: int, shards: int) -> np.ndarray:
 
 
 def sft_loss(
-    params: Params, rows: PackedRows, *, arch: Architecture, compute: ComputeConfig
+    params: Params,
+    rows: PackedRows,
+    *,
+    arch: Architecture,
+    compute: ComputeConfig,
+    valid_vocab: int | None = None,
 ) -> tuple[Array, Metrics]:
     """Cross-entropy of the answers' tokens in one group of rows: its part of the batch's mean."""
     hidden = forward(
@@ -81,7 +86,11 @@ def sft_loss(
         remat=compute.remat,
     )
     statistics = token_statistics(
-        params, hidden[:, :-1], rows.tokens[:, 1:], chunk=compute.log_prob_chunk
+        params,
+        hidden[:, :-1],
+        rows.tokens[:, 1:],
+        valid_vocab=valid_vocab,
+        chunk=compute.log_prob_chunk,
     )
     # A segment's first token is nobody's target, whatever the mask says.
     inside = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
@@ -96,12 +105,13 @@ def sft_step(
     arch: Architecture,
     compute: ComputeConfig,
     optimizer: Optimizer,
+    valid_vocab: int | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One update of `state.params['actor']`; gradients of the groups of rows are added.
 
     Metrics: loss (mean over the batch's answer tokens, nats) and those of `apply_gradients`.
     """
-    loss = partial(sft_loss, arch=arch, compute=compute)
+    loss = partial(sft_loss, arch=arch, compute=compute, valid_vocab=valid_vocab)
     everything = BucketBatches(rows, rows.tokens.shape[0])
     gradient, metrics = accumulate(loss, state.params["actor"], (everything,))
     state, update_metrics = apply_gradients(state, {"actor": gradient}, {"actor": optimizer})
@@ -109,10 +119,17 @@ def sft_step(
 
 
 def make_sft_step(
-    mesh: Mesh, arch: Architecture, compute: ComputeConfig, optimizer: Optimizer
+    mesh: Mesh,
+    arch: Architecture,
+    compute: ComputeConfig,
+    optimizer: Optimizer,
+    *,
+    valid_vocab: int | None = None,
 ) -> Callable[[TrainState, PackedBatch], tuple[TrainState, Metrics]]:
     """`sft_step` for `mesh`, jitted and donating the state; takes packed batches of the host."""
-    bound = partial(sft_step, arch=arch, compute=compute, optimizer=optimizer)
+    bound = partial(
+        sft_step, arch=arch, compute=compute, optimizer=optimizer, valid_vocab=valid_vocab
+    )
     run = CompiledStep(bound, {"actor": arch}, mesh)
     shards = row_shards(mesh)
 

@@ -90,6 +90,12 @@ class CompiledStep:
             jitted = jax.jit(self._step, donate_argnums=0, out_shardings=shardings)
             self._executable = jitted.lower(state, batch).compile()
 
+    def text(self) -> str:
+        """The compiled program, as XLA prints it. Raises RuntimeError before `precompile`."""
+        if self._executable is None:
+            raise RuntimeError("not compiled yet: call precompile first")
+        return self._executable.as_text()
+
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
         self.precompile(state, batch)
         return self._executable(state, batch)

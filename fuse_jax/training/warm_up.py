@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from fuse_jax.rl.kl import should_stop_early
 from fuse_jax.training.config_check import longest_sequence
 from fuse_jax.training.context import Run
 from fuse_jax.training.experience import ScoredBatch
 from fuse_jax.training.ppo_parts import PPOParts
-from fuse_jax.training.ppo_state import PPOState, shape_experience
+from fuse_jax.training.ppo_state import PPOState, move_kl_coef, shape_experience
 
 
 def shapes(parts: PPOParts) -> Iterator[str]:
@@ -34,6 +35,9 @@ def precompile(run: Run, parts: PPOParts, state: PPOState) -> None:
     for scorer in parts.scorers():
         scorer.precompile(models)
     experience, _ = shape_experience(run, replace(state), _made_up(run))
+    move_kl_coef(run, replace(state), 1.0, 1)
+    if run.config.ppo.target_kl is not None:
+        should_stop_early(state.moments.mean, run.config.ppo.target_kl)
     size = run.config.ppo.prompts_per_iteration // run.config.ppo.minibatches
     minibatch = parts.cut(experience, np.arange(size), float(state.kl_coef))
     parts.step.precompile(train, minibatch)

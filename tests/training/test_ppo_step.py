@@ -6,9 +6,12 @@ import ppo_numpy as toy
 import pytest
 
 from fuse_jax.buckets import Bucket
-from fuse_jax.config import MeshConfig
+from fuse_jax.config import ComputeConfig, MeshConfig, PPOConfig
+from fuse_jax.models.architecture import Architecture
+from fuse_jax.models.transformer import init
 from fuse_jax.placement.mesh import make_mesh, row_shards, single_device_mesh
-from fuse_jax.training.minibatch import cut_minibatch
+from fuse_jax.training.gradients import HyperParameters
+from fuse_jax.training.minibatch import Experience, cut_minibatch
 from fuse_jax.training.ppo_step import create_ppo_state, make_step
 
 BUCKETS = (Bucket(16, 8),)
@@ -156,3 +159,36 @@ def test_meshes_give_the_gradients_of_one_device(compiled, sizes):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
     kernel = state.params["actor"]["blocks"]["up"]["kernel"]
     assert kernel.sharding.is_fully_replicated == (sizes == (8, 1, 1))
+
+
+def test_fsdp_leaves_each_device_its_own_rows():
+    """Cut embeddings must not make XLA repeat every row's attention on every device."""
+    arch = Architecture(
+        vocab_size=64, hidden_size=64, intermediate_size=72, num_heads=8, num_kv_heads=8, head_dim=8
+    )
+    mesh = make_mesh(MeshConfig(1, 8, 1))
+    hp = HyperParameters(arch, arch, PPOConfig(), ComputeConfig())
+    params = {
+        "actor": init(arch, jax.random.key(0)),
+        "critic": init(arch, jax.random.key(1), head="scalar"),
+    }
+    rows, length, response = 8, 24, 12
+    zeros = np.zeros((rows, response), np.float32)
+    experience = Experience(
+        tokens=np.ones((rows, length), np.int32),
+        prompt_lengths=np.full(rows, 8, np.int32),
+        response_lengths=np.full(rows, response, np.int32),
+        response_mask=zeros + 1,
+        log_probs=zeros,
+        ref_log_probs=zeros,
+        values=zeros,
+        advantages=zeros + 1,
+        returns=zeros,
+        valid=np.ones(rows, bool),
+    )
+    minibatch = cut_minibatch(experience, np.arange(rows), (Bucket(length, rows),), shards=8)
+    step = make_step(mesh, hp)
+    step.precompile(create_ppo_state(params, hp, mesh), minibatch)
+    program = step.text()
+    assert f"f32[1,8,{length},{length}]" in program
+    assert f"f32[{rows},8,{length},{length}]" not in program
