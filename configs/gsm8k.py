@@ -8,6 +8,11 @@ chat template. The critic starts from the actor's trunk, its scalar head at 0.
         --config.actor.path=models/smollm2-135m-instruct \
         --config.data.prompts=gsm8k/train.jsonl --config.data.eval_prompts=gsm8k/test.jsonl
 
+Any llama or qwen2 directory with a chat template does for `actor.path`. As it stands this is a
+check of the whole path: 300 CPU-seconds (two EPYC cores, float32), 7.3 GiB, 4 GB on disk. The
+135M model gets none of the 8 questions right, before and after, and 7 of 8 answers need more than
+128 tokens; for a training take a larger model and raise `rollout.max_new_tokens`,
+`compute.sequence_buckets`, `ppo.iterations`, `ppo.prompts_per_iteration`, `evaluation.prompts`.
 """
 
 from ml_collections import ConfigDict

@@ -10,7 +10,12 @@ with launch/fetch_smollm2.py, the data from github.com/anthropics/hh-rlhf (MIT):
         --config.data.preferences=hh-rlhf/harmless-base/test.jsonl.gz \
         --config.data.prompts=hh-rlhf/harmless-base/test.jsonl.gz
 
-Any llama or qwen2 directory in Hugging Face format does for `actor.path`.
+Any llama or qwen2 directory in Hugging Face format does for `actor.path`; it is the trunk of the
+reward model too. As it stands this is a check of the whole path, not a training: 470 CPU-seconds
+(8 minutes at one EPYC core, float32), 8.2 GiB, 6 GB on disk. After 16 steps the reward model ranks
+40 of 64 held-out pairs rightly, little better than chance, and two PPO iterations move no greedy
+answer far. For a training raise `reward_training.steps`, `ppo.iterations`,
+`ppo.prompts_per_iteration`, `rollout.max_new_tokens` and `compute.sequence_buckets`.
 """
 
 from ml_collections import ConfigDict
@@ -38,11 +43,12 @@ def get_config() -> ConfigDict:
 
     config.reward_training.steps = 16
     config.reward_training.rows = 8
-    config.reward_training.row_length = 192
+    config.reward_training.row_length = 128
     config.reward_training.max_pairs = 16
-    config.reward_training.optimizer.learning_rate = 1e-4
-    config.reward_training.optimizer.schedule = "linear"
-    config.reward_training.optimizer.warmup_steps = 3
+    config.reward_training.optimizer.learning_rate = 5e-5
+    config.reward_training.optimizer.warmup_steps = 4
+    # Behind a fresh head the trunk's gradients are far below the default 1e-5: it would not move.
+    config.reward_training.optimizer.eps = 1e-8
 
     config.ppo.iterations = 2
     config.ppo.prompts_per_iteration = 8
