@@ -330,6 +330,7 @@ def test_kill_9_at_ten_random_moments(undisturbed, tmp_path, seed):
     assert parameters(tmp_path / "run") == parameters(workdir)
 
 
+@pytest.mark.slow  # the step's own mesh tests hold gradients and loss to 1e-5
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
 def test_meshes_agree_with_one_device(undisturbed, tmp_path, mesh):
