@@ -166,11 +166,36 @@ class RewardTrainingConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices of the run, cut into data x fsdp x tensor; -1 for `data` takes what is left."""
+    """Devices of the run, cut into data x fsdp x tensor; -1 for `data` takes what is left.
+
+    With pipe > 1 the PPO update sees the `data` axis as pipe x (data / pipe) and trains actor and
+    critic in pipelines over `pipe` (see FusionConfig); everything else keeps using it as `data`.
+    """
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    pipe: int = 1
+
+
+@dataclass(frozen=True)
+class IntraStageConfig:
+    """How actor and critic are trained in pipelines; read where mesh.pipe > 1."""
+
+    schedule: Literal["auto", "fused", "serial"] = "auto"  # auto: fused where predicted faster
+    transport: Literal["auto", "mailbox", "pair", "ring", "dispatch"] = "auto"
+    actor_stages: int = 0  # devices of one pipeline, a divisor of mesh.pipe; 0 = mesh.pipe
+    critic_stages: int = 0
+    search_evaluations: int = 200_000  # schedules tried in a search
+    drift: float = 0.25  # task times this share off those searched with: search again; 0 = never
+    timeout: float = 120.0  # seconds a device waits for another before the step ends in an error
+
+
+@dataclass(frozen=True)
+class FusionConfig:
+    """Stage fusion (RLHFuse, arXiv 2409.13221): when and where things run, never what."""
+
+    intra_stage: IntraStageConfig = field(default_factory=IntraStageConfig)
 
 
 @dataclass(frozen=True)
@@ -211,5 +236,6 @@ class Config:
     sft: SFTConfig = field(default_factory=SFTConfig)
     reward_training: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    fusion: FusionConfig = field(default_factory=FusionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
