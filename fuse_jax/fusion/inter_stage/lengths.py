@@ -1,0 +1,69 @@
+"""What past responses say about those still in the making."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LengthHistory:
+    """Recent response lengths, in tokens. Empty is allowed: nothing is known yet."""
+
+    lengths: tuple[int, ...] = ()
+
+    def extend(self, new: Sequence[int], window: int = 2048) -> LengthHistory:
+        """This and `new`, of which the last `window` are kept."""
+        return LengthHistory((*self.lengths, *(int(length) for length in new))[-window:])
+
+    @cached_property
+    def _sorted(self) -> np.ndarray:
+        return np.sort(np.array(self.lengths, np.int64))
+
+    @cached_property
+    def _sums(self) -> np.ndarray:
+        """[i] = the sum of all lengths from the i-th shortest on."""
+        return np.append(np.cumsum(self._sorted[::-1])[::-1], 0)
+
+    def remaining(self, generated: int, cap: int) -> float:
+        """Expected tokens still to come of a response that has `generated`, at most `cap` in all.
+
+        E[min(L, cap) - generated | L > generated]; half the way to the cap if no past response was
+        that long.
+        """
+        known = self._sorted
+        first = int(np.searchsorted(known, generated, side="right"))
+        if first == len(known):
+            return max((cap - generated) / 2, 0.0)
+        capped = int(np.searchsorted(known, cap, side="right"))
+        capped = max(capped, first)
+        total = self._sums[first] - self._sums[capped] + (len(known) - capped) * cap
+        return max(float(total) / (len(known) - first) - generated, 0.0)
+
+    def longest_remaining(self, generated: Sequence[int], cap: int) -> float:
+        """Tokens until the last of several responses is expected to end.
+
+        Each contributes the k/(k+1) quantile of what is left of it, k responses in all.
+        """
+        if not len(generated):
+            return 0.0
+        share = len(generated) / (len(generated) + 1)
+        known, ages = self._sorted, np.asarray(generated)
+        first = np.searchsorted(known, ages, side="right")
+        left = len(known) - first
+        index = np.minimum(first + (share * left).astype(np.int64), len(known) - 1)
+        ends = np.where(left > 0, known[index] if len(known) else 0, ages + share * (cap - ages))
+        return float(np.max(np.minimum(ends, cap) - ages))
+
+    def drift(self, newer: LengthHistory) -> float:
+        """Kolmogorov-Smirnov distance, 0..1, between the two; 1 if just one of them is empty."""
+        a, b = self._sorted, newer._sorted
+        if not len(a) or not len(b):
+            return float(len(a) != len(b))
+        points = np.union1d(a, b)
+        below_a = np.searchsorted(a, points, side="right") / len(a)
+        below_b = np.searchsorted(b, points, side="right") / len(b)
+        return float(np.abs(below_a - below_b).max())

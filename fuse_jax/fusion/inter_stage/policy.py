@@ -1,0 +1,298 @@
+"""What to do next, from what is observed and what was measured: pure functions, no state.
+
+The live runtime and the simulator call the same ones (RLHFuse, arXiv 2409.13221 §4). A `Plan` holds
+the decisions made ahead of an iteration; everything here follows from a plan, from counts that a
+controller can see, and from measured costs. Array shapes never change: a policy bounds what is
+admitted, never how large anything is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fuse_jax.fusion.inter_stage.costs import Costs, Geometry
+from fuse_jax.fusion.inter_stage.lengths import LengthHistory
+
+POLICIES = ("serial", "fixed", "knee", "simulated", "stream", "auto")
+Way = Literal["kv", "prefill"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for one iteration.
+
+    Args:
+      policy: the policy this came from.
+      handoff: a finished sample may be scored while others are generated; False = serial.
+      threshold: R_t: migrate once at most this many samples are unfinished; 0 = never migrate.
+      keep: m: instances that go on generating after the migration.
+      stream: generating instances score full batches in between their chunks, where that does not
+        make them the last to finish.
+      way: how live slots move; "auto" = whichever is predicted cheaper.
+      predicted_ms, serial_ms: generation and scoring under this plan, and under the serial one;
+        None if nothing was simulated.
+      why: the reason, for people.
+    """
+
+    policy: str
+    handoff: bool = True
+    threshold: int = 0
+    keep: int = 0
+    stream: bool = False
+    way: Literal["auto", "kv", "prefill"] = "auto"
+    predicted_ms: float | None = None
+    serial_ms: float | None = None
+    why: str = ""
+
+
+SERIAL = Plan("serial", handoff=False, why="asked for")
+
+
+class Unfinished(NamedTuple):
+    """A sample that is not finished: `generated` response tokens are read back, of at most `cap`."""
+
+    sample_id: int
+    prompt: int
+    generated: int
+    cap: int
+
+    @property
+    def context(self) -> int:
+        """Tokens it holds, prompt included."""
+        return self.prompt + self.generated
+
+
+class InstanceView(NamedTuple):
+    """What the controller knows of an instance, as of its last chunk read.
+
+    `live` are in slots, `waiting` have none yet. `alive` is False once it failed.
+    """
+
+    live: tuple[Unfinished, ...]
+    waiting: tuple[Unfinished, ...] = ()
+    alive: bool = True
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.live) + len(self.waiting)
+
+
+class Move(NamedTuple):
+    """One group of samples to move, at most `prefill_rows`.
+
+    `way` "kv": detach, send, attach. "prefill": detach, drop the rows, read prompt and response so
+    far anew at the destination. None: these are waiting prompts, only requeued.
+    `predicted_ms` is the time the destination spends on it.
+    """
+
+    source: int
+    destination: int
+    sample_ids: tuple[int, ...]
+    way: Way | None
+    predicted_ms: float
+
+
+# ------------------------------------------------------------------ prompts to instances
+
+
+def dispatch(
+    lengths: Sequence[float], instances: int, loads: Sequence[float] | None = None
+) -> list[int]:
+    """The instance of each prompt: longest predicted first, to the least loaded.
+
+    Args:
+      lengths: predicted response lengths; equal ones are dealt in turn.
+      loads: what each instance has already; `inf` = takes none (it failed).
+    """
+    load = list(loads) if loads is not None else [0.0] * instances
+    given = [0] * instances
+    if len(load) != instances or min(load) == float("inf"):
+        raise ValueError(f"loads={loads}: give one of {instances} instances a finite load")
+    chosen = [0] * len(lengths)
+    for prompt in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        target = min(range(instances), key=lambda i: (load[i], given[i], i))
+        chosen[prompt] = target
+        load[target] += max(lengths[prompt], 1.0)
+        given[target] += 1
+    return chosen
+
+
+# ------------------------------------------------------------------ migration
+
+
+def admission(costs: Costs, geometry: Geometry) -> int:
+    """The most samples an instance may have after a migration: where decode latency saturates, and
+    never more than its slots, which are what its cache memory holds."""
+    return costs.decode.saturation(geometry.slots)
+
+
+def must_migrate(plan: Plan, geometry: Geometry, unfinished: int, generating: int) -> bool:
+    """Whether the one migration of this iteration is due. Ask until it has happened.
+
+    Args:
+      unfinished: samples not finished, over all instances, as far as chunks have been read.
+      generating: instances alive that still have unfinished samples.
+    """
+    kept = min(plan.keep, generating)
+    # More than fit the slots of the kept ones can't move; below the plan's R_t they soon will.
+    return 0 < unfinished <= min(plan.threshold, kept * geometry.slots) and kept < generating
+
+
+def remaining_work(view: InstanceView, history: LengthHistory) -> float:
+    """Tokens an instance is expected to generate still."""
+    samples = (*view.live, *view.waiting)
+    return sum(history.remaining(s.generated, s.cap) for s in samples)
+
+
+def choose_kept(
+    plan: Plan, views: Sequence[InstanceView], history: LengthHistory
+) -> tuple[int, ...]:
+    """The (at most) `plan.keep` instances with the most remaining work, ascending.
+
+    Only instances alive with something unfinished are kept: one that scores already goes on.
+    """
+    work = {
+        i: remaining_work(view, history)
+        for i, view in enumerate(views)
+        if view.alive and view.unfinished
+    }
+    return tuple(sorted(sorted(work, key=lambda i: (-work[i], i))[: plan.keep]))
+
+
+def moves_from(
+    source: int,
+    views: Sequence[InstanceView],
+    kept: Sequence[int],
+    *,
+    plan: Plan,
+    geometry: Geometry,
+    costs: Costs,
+) -> list[Move]:
+    """Where the unfinished samples of `source` go. Call when its last chunk has been read.
+
+    `views` are as of now, with what was moved to a kept instance before counted there. The least
+    filled kept instance is filled to the level at which all would be equally full, then the next,
+    so that samples of one source stay together: a group costs the same for one row as for many.
+
+    Raises ValueError: a live sample would find no slot.
+    """
+    held = {i: views[i].unfinished for i in kept}
+    total = sum(view.unfinished for view in views if view.alive)
+    level = -(-total // len(kept))
+    moves: list[Move] = []
+    for samples, live in ((list(views[source].live), True), (list(views[source].waiting), False)):
+        while samples:
+            target = min(kept, key=lambda i: (held[i], i))
+            room = max(level - held[target], 1)
+            rows = min(room, geometry.prefill_rows, len(samples))
+            group, samples = samples[:rows], samples[rows:]
+            held[target] += rows
+            if live and held[target] > geometry.slots:
+                raise ValueError(
+                    f"{held[target]} samples do not fit the {geometry.slots} slots of instance "
+                    f"{target}: must_migrate() was not asked, or instances failed since"
+                )
+            moves.append(_move(source, target, group, live, plan, geometry, costs))
+    return moves
+
+
+def _move(
+    source: int,
+    target: int,
+    group: Sequence[Unfinished],
+    live: bool,
+    plan: Plan,
+    geometry: Geometry,
+    costs: Costs,
+) -> Move:
+    ids = tuple(sample.sample_id for sample in group)
+    if not live:
+        return Move(source, target, ids, None, 0.0)
+    contexts = [sample.context for sample in group]
+    by_way: dict[Way, float] = {
+        "kv": costs.move_by_cache(contexts),
+        "prefill": costs.move_by_prefill(contexts, geometry.prefill_rows),
+    }
+    way: Way = min(by_way, key=by_way.__getitem__) if plan.way == "auto" else plan.way
+    return Move(source, target, ids, way, by_way[way])
+
+
+# ------------------------------------------------------------------ scoring
+
+
+def may_score(plan: Plan, own_unfinished: int, unfinished: int) -> bool:
+    """Whether an instance may score as its only work: it has nothing (left) to generate.
+
+    Args:
+      own_unfinished: its samples not finished, those moved to it included.
+      unfinished: samples not finished over all instances.
+    """
+    return own_unfinished == 0 and (plan.handoff or unfinished == 0)
+
+
+def next_batch(
+    ready: Mapping[str, Sequence[int]], geometry: Geometry, costs: Costs, *, part_filled: bool
+) -> tuple[str, int] | None:
+    """The (column, bucket) an instance scores next; the oldest of its samples, at most its rows.
+
+    A full batch before a part-filled one; of full ones the longest (long work last would leave
+    others idle at the end), of part-filled ones the one that does most. None: nothing to do.
+
+    Args:
+      ready: column -> samples of each bucket whose column is due and not dispatched.
+      part_filled: whether a batch with padding rows is acceptable: yes where the instance would
+        idle, no where it would keep generation waiting.
+    """
+    best, best_key = None, None
+    for column in geometry.columns:
+        for bucket, count in enumerate(ready[column]):
+            rows, ms = geometry.buckets[bucket].rows, costs.score_ms[column][bucket]
+            if not count or (count < rows and not part_filled):
+                continue
+            key = (count >= rows, ms * min(count, rows) / rows)
+            if best_key is None or key > best_key:
+                best, best_key = (column, bucket), key
+    return best
+
+
+def bring_weights(plan: Plan, costs: Costs, own_unfinished: int, unfinished: int) -> bool:
+    """Whether an instance should now bring the frozen weights in (asked until it has).
+
+    With room beside generation they come at once, otherwise when it is about to score.
+    """
+    return (plan.handoff and costs.weights_ahead) or may_score(plan, own_unfinished, unfinished)
+
+
+# ------------------------------------------------------------------ scoring in the gaps
+
+
+def expected_end(
+    now: float, view: InstanceView, history: LengthHistory, geometry: Geometry, costs: Costs
+) -> float:
+    """When an instance is expected to have finished its own samples, in ms. Ask after each chunk.
+
+    Its live ones end with the longest; the waiting ones take their share of slots before that.
+    """
+    if not view.unfinished:
+        return now
+    cap = max(s.cap for s in (*view.live, *view.waiting))
+    last = history.longest_remaining([s.generated for s in (*view.live, *view.waiting)], cap)
+    queued = sum(history.remaining(0, s.cap) for s in view.waiting) / geometry.slots
+    contexts = [s.context for s in view.live] or [s.prompt for s in view.waiting]
+    context = (
+        max(contexts) if costs.decode.statistic == "longest" else sum(contexts) / len(contexts)
+    )
+    step = costs.decode(max(len(view.live), 1), context + last / 2)
+    return now + (last + queued) * step
+
+
+def may_stream(plan: Plan, ends: Sequence[float], instance: int, batch_ms: float) -> bool:
+    """Whether a generating instance may score a batch of `batch_ms` before its next chunk.
+
+    Yes if it would still be done before another one is (`ends`, see `expected_end`): the others
+    then hide its delay.
+    """
+    others = max((end for i, end in enumerate(ends) if i != instance), default=0.0)
+    return plan.stream and ends[instance] + batch_ms <= others
