@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,17 @@ Remat = Literal["none", "full", "dots"]
 UNROLLED_LAYERS = 4
 
 
+class Shards(NamedTuple):
+    """What a block that holds one shard of its heads and MLP does at its two borders.
+
+    enter: before the kernels cut by columns (query, key, value, gate, up). leave: after those cut
+    by rows (attention_out, down), whose outputs are partial sums.
+    """
+
+    enter: Callable[[Array], Array]
+    leave: Callable[[Array], Array]
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · scale, in float32 (arXiv 1910.07467)."""
 
@@ -46,10 +57,15 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention with rotary embedding and grouped queries, then a SwiGLU MLP."""
+    """Pre-norm attention with rotary embedding and grouped queries, then a SwiGLU MLP.
+
+    shards: set inside a manual shard_map, with the sizes of one shard in `arch`; everywhere else
+    the compiler inserts the sums, and it is None.
+    """
 
     arch: Architecture
     dtype: Any = jnp.float32
+    shards: Shards | None = None
 
     @nn.compact
     def __call__(
@@ -70,7 +86,13 @@ class Block(nn.Module):
         )
         norm = functools.partial(RMSNorm, arch.norm_eps, self.dtype)
 
-        h = norm(name="attention_norm")(x)
+        def enter(x: Array) -> Array:
+            return x if self.shards is None else self.shards.enter(x)
+
+        def leave(x: Array) -> Array:
+            return x if self.shards is None else self.shards.leave(x)
+
+        h = enter(norm(name="attention_norm")(x))
 
         def heads(name: str, count: int) -> Array:
             projected = dense(count * arch.head_dim, use_bias=arch.attention_bias, name=name)(h)
@@ -84,11 +106,11 @@ class Block(nn.Module):
         project = functools.partial(
             dense, arch.hidden_size, use_bias=False, kernel_init=into_residual
         )
-        x = x + project(name="attention_out")(mixed)
+        x = x + leave(project(name="attention_out")(mixed))
 
-        h = norm(name="mlp_norm")(x)
+        h = enter(norm(name="mlp_norm")(x))
         widen = functools.partial(dense, arch.intermediate_size, use_bias=False)
-        x = x + project(name="down")(nn.silu(widen(name="gate")(h)) * widen(name="up")(h))
+        x = x + leave(project(name="down")(nn.silu(widen(name="gate")(h)) * widen(name="up")(h)))
         return x, carry, emitted
 
 
@@ -150,14 +172,15 @@ def apply_blocks(
     *,
     dtype: Any = jnp.float32,
     remat: Remat = "none",
+    shards: Shards | None = None,
 ) -> tuple[Array, Any, Any]:
     """Run `x` `[B, T, D]` through stacked blocks (all of them, or any slice along axis 0).
 
     Returns the hidden states, the carry of `attend` after the last layer, and what `attend` emitted
-    stacked over layers.
+    stacked over layers. `shards`: see `Block`.
     """
     turn = rotation(arch, positions)
-    block = Block(arch, dtype)
+    block = Block(arch, dtype, shards)
 
     def body(state: tuple[Array, Any], scanned: tuple[Params, Array]) -> tuple[Any, Any]:
         (x, carry), (weights, layer) = state, scanned

@@ -84,8 +84,18 @@ def actor_loss(
 
     Metrics: those of `rl.losses.policy_loss`, and actor_loss, policy_loss, entropy [, kl_loss].
     """
+    hidden = _hidden(hp.actor, params, micro_batch, hp)
+    return actor_head_loss(params, hidden, micro_batch, kl_coef, hp=hp)
+
+
+def actor_head_loss(
+    params: Any, hidden: Array, micro_batch: MicroBatch, kl_coef: Array, *, hp: HyperParameters
+) -> tuple[Array, Metrics]:
+    """`actor_loss` from the hidden states `[B, T, D]` after the final norm.
+
+    Of `params` only the head is read (the embedding, where the two are tied).
+    """
     ppo, batch = hp.ppo, micro_batch
-    hidden = _hidden(hp.actor, params, batch, hp)
     length = batch.weights.shape[-1]
     statistics = token_statistics(
         params,
@@ -122,8 +132,15 @@ def critic_loss(
 
     Metrics: those of `rl.losses.value_loss`, and critic_loss.
     """
+    hidden = _hidden(hp.critic, params, micro_batch, hp)
+    return critic_head_loss(params, hidden, micro_batch, hp=hp)
+
+
+def critic_head_loss(
+    params: Any, hidden: Array, micro_batch: MicroBatch, *, hp: HyperParameters
+) -> tuple[Array, Metrics]:
+    """`critic_loss` from the hidden states `[B, T, D]` after the final norm."""
     batch = micro_batch
-    hidden = _hidden(hp.critic, params, batch, hp)
     states = before_response(hidden, batch.prompt_lengths, batch.weights.shape[-1])
     loss, metrics = value_loss(
         scalars(params, states),
