@@ -1,4 +1,4 @@
-"""What was measured of one instance: how long a decode step, a prefill, a scoring batch, a move take.
+"""What was measured of one instance: a decode step, a prefill, a scoring batch, a move.
 
 All times are in ms, of one instance with everything else idle. Shapes are fixed (a slot count, rows
 of a prefill, rows of a scoring bucket), so a dispatch costs the same however many of its rows are
@@ -162,7 +162,7 @@ class Costs:
                 )
 
     def prefill(self, length: int) -> float:
-        """ms of prefilling a group padded to the bucket of `length` tokens; inf if none holds it."""
+        """ms of prefilling a group in the bucket of `length` tokens; inf if none holds it."""
         for bucket in self._buckets:
             if length <= bucket:
                 return self.prefill_ms[bucket]
@@ -173,7 +173,7 @@ class Costs:
         return self.move_ms + self.move_token_ms * sum(contexts)
 
     def move_by_prefill(self, contexts: Sequence[int], rows: int) -> float:
-        """ms of reading `contexts` tokens of each moved sample anew, `rows` of a bucket at a time."""
+        """ms of reading moved samples of `contexts` tokens anew, `rows` of a bucket at a time."""
         held: dict[float, int] = {}
         for context in contexts:
             bucket = next((b for b in self._buckets if context <= b), math.inf)

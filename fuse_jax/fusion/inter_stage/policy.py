@@ -18,6 +18,12 @@ from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 POLICIES = ("serial", "fixed", "knee", "simulated", "stream", "auto")
 Way = Literal["kv", "prefill"]
 
+# Chunks launched and not read of one instance, while no prompt waits for one of its slots (one
+# while there is one: launching blindly would leave the slots that fall free idle for a chunk).
+CHUNKS_IN_FLIGHT = 2
+# Scoring batches dispatched and not done of one instance: the host prepares one while one runs.
+BATCHES_IN_FLIGHT = 2
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -51,7 +57,7 @@ SERIAL = Plan("serial", handoff=False, why="asked for")
 
 
 class Unfinished(NamedTuple):
-    """A sample that is not finished: `generated` response tokens are read back, of at most `cap`."""
+    """A sample not finished: `generated` response tokens are read back, of at most `cap`."""
 
     sample_id: int
     prompt: int
@@ -119,6 +125,26 @@ def dispatch(
     return chosen
 
 
+def assign(
+    predicted: Sequence[float], instances: int, slots: int
+) -> tuple[list[list[int]], list[int]]:
+    """Prompts of each instance at the start, at most `slots` each, and the backlog all share.
+
+    Longest predicted first in both: what is long should start early. An instance with a free slot
+    and nothing waiting takes the next prompts of the backlog.
+    """
+    order = sorted(range(len(predicted)), key=lambda i: (-predicted[i], i))
+    first, backlog = order[: instances * slots], order[instances * slots :]
+    given: list[list[int]] = [[] for _ in range(instances)]
+    load = [0.0] * instances
+    for prompt in first:
+        open_ = [i for i in range(instances) if len(given[i]) < slots]
+        target = min(open_, key=lambda i: (load[i], len(given[i]), i))
+        given[target].append(prompt)
+        load[target] += max(predicted[prompt], 1.0)
+    return given, backlog
+
+
 # ------------------------------------------------------------------ migration
 
 
@@ -128,13 +154,18 @@ def admission(costs: Costs, geometry: Geometry) -> int:
     return costs.decode.saturation(geometry.slots)
 
 
-def must_migrate(plan: Plan, geometry: Geometry, unfinished: int, generating: int) -> bool:
+def must_migrate(
+    plan: Plan, geometry: Geometry, unfinished: int, generating: int, backlog: int
+) -> bool:
     """Whether the one migration of this iteration is due. Ask until it has happened.
 
     Args:
       unfinished: samples not finished, over all instances, as far as chunks have been read.
       generating: instances alive that still have unfinished samples.
+      backlog: prompts that no instance has taken yet.
     """
+    if backlog:
+        return False
     kept = min(plan.keep, generating)
     # More than fit the slots of the kept ones can't move; below the plan's R_t they soon will.
     return 0 < unfinished <= min(plan.threshold, kept * geometry.slots) and kept < generating
@@ -222,14 +253,17 @@ def _move(
 # ------------------------------------------------------------------ scoring
 
 
-def may_score(plan: Plan, own_unfinished: int, unfinished: int) -> bool:
+def may_score(plan: Plan, own_unfinished: int, unfinished: int, backlog: int) -> bool:
     """Whether an instance may score as its only work: it has nothing (left) to generate.
 
     Args:
       own_unfinished: its samples not finished, those moved to it included.
-      unfinished: samples not finished over all instances.
+      unfinished: samples not finished, over all instances and the backlog.
+      backlog: prompts that no instance has taken yet.
     """
-    return own_unfinished == 0 and (plan.handoff or unfinished == 0)
+    if plan.handoff:
+        return own_unfinished == 0 and backlog == 0
+    return unfinished == 0
 
 
 def next_batch(
@@ -257,12 +291,15 @@ def next_batch(
     return best
 
 
-def bring_weights(plan: Plan, costs: Costs, own_unfinished: int, unfinished: int) -> bool:
+def bring_weights(
+    plan: Plan, costs: Costs, own_unfinished: int, unfinished: int, backlog: int
+) -> bool:
     """Whether an instance should now bring the frozen weights in (asked until it has).
 
     With room beside generation they come at once, otherwise when it is about to score.
     """
-    return (plan.handoff and costs.weights_ahead) or may_score(plan, own_unfinished, unfinished)
+    ahead = plan.handoff and costs.weights_ahead
+    return ahead or may_score(plan, own_unfinished, unfinished, backlog)
 
 
 # ------------------------------------------------------------------ scoring in the gaps
