@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -46,6 +46,18 @@ class Progress:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of the response so far."""
+        return len(self.request.prompt_tokens) + len(self.tokens)
+
+    def as_prompt(self) -> Request:
+        """The request with the response so far at the end of its prompt."""
+        tokens = np.array(self.tokens, np.int32)
+        return replace(
+            self.request, prompt_tokens=np.concatenate([self.request.prompt_tokens, tokens])
+        )
 
     def sample(self, stop_tokens: tuple[int, ...]) -> Sample:
         """The finished sample. Truncated: the last token is no stop token."""
@@ -98,7 +110,7 @@ class _Group:
 
     rows: Rows
     draw: Draw
-    requests: list[Request]
+    members: list[Progress]
     taken: int = 0
 
 
@@ -121,7 +133,7 @@ class Batcher:
     def __init__(self, engine: Engine, params: Params, seed_key: Any) -> None:
         self.engine, self.seed_key = engine, seed_key
         self.params = engine.place_params(params)
-        self.queue: deque[Request] = deque()
+        self.queue: deque[Progress] = deque()
         self.stats = RolloutStats()
         self.state = engine.init_decode_state()
         self._groups: deque[_Group] = deque()
@@ -135,7 +147,7 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """Requests that have no slot yet."""
-        return len(self.queue) + sum(len(g.requests) - g.taken for g in self._groups)
+        return len(self.queue) + sum(len(g.members) - g.taken for g in self._groups)
 
     @property
     def live(self) -> dict[int, Progress]:
@@ -169,7 +181,7 @@ class Batcher:
                 )
             if not 0 <= request.sample_id < 2**31:
                 raise ValueError(f"sample_id={request.sample_id} must lie in [0, 2**31)")
-            self.queue.append(request)
+            self.queue.append(Progress(request))
 
     def launch(self) -> bool:
         """Fill free slots and dispatch a chunk; False if no slot is occupied."""
@@ -214,26 +226,43 @@ class Batcher:
                 self.launch()
             yield from finished
 
-    # ------------------------------------------------------------------ moving live slots
+    # ------------------------------------------------------------------ moving what is unfinished
 
-    def detach(self, slots: Sequence[int]) -> tuple[Rows, list[Progress]]:
-        """Take live `slots` (at most `rollout.prefill_rows`) out, cache included.
+    def withdraw(self) -> list[Progress]:
+        """Take out everything that has no slot yet, to be `resume`d elsewhere.
 
-        Rows beyond `len(slots)` are padding. Raises RuntimeError while a chunk is unread: its
-        tokens would be lost.
+        Rows that were prefilled ahead are dropped; prefilled again they are the same.
+        """
+        ahead = [member for group in self._groups for member in group.members[group.taken :]]
+        waiting = ahead + list(self.queue)
+        self._groups.clear()
+        self.queue.clear()
+        return waiting
+
+    def resume(self, moved: Iterable[Progress]) -> None:
+        """Queue, before all others, what `withdraw` or `take_out` gave: it is read again."""
+        self.queue.extendleft(reversed(list(moved)))
+
+    def take_out(self, slots: Sequence[int]) -> list[Progress]:
+        """Take live `slots` (at most `rollout.prefill_rows`) out and leave their caches behind.
+
+        Raises RuntimeError while a chunk is unread: its tokens would be lost.
         """
         if self._launched or self._entered:
             raise RuntimeError("detach while a chunk is unread: launch() and collect() first")
         empty = [slot for slot in slots if self._slots[slot] is None]
         if empty:
             raise ValueError(f"slots {empty} hold nothing to detach")
-        index = self._slot_index(slots)
-        rows = self.engine.extract(self.state, index)
-        self.state = self.engine.release(self.state, index)
+        self.state = self.engine.release(self.state, self._slot_index(slots))
         moved = [self._slots[slot] for slot in slots]
         for slot in slots:
             self._slots[slot] = None
-        return rows, moved  # type: ignore[return-value]
+        return moved  # type: ignore[return-value]
+
+    def detach(self, slots: Sequence[int]) -> tuple[Rows, list[Progress]]:
+        """`take_out` with their caches. Rows beyond `len(slots)` are padding."""
+        rows = self.engine.extract(self.state, self._slot_index(slots))
+        return rows, self.take_out(slots)
 
     def attach(self, rows: Rows, moved: Sequence[Progress]) -> list[int]:
         """Put what `detach` took out of another batcher into free slots; returns the slots.
@@ -257,36 +286,41 @@ class Batcher:
                 self._groups.append(self._prefill())
             group = self._groups[0]
             slots = [
-                free.popleft() for _ in range(min(len(free), len(group.requests) - group.taken))
+                free.popleft() for _ in range(min(len(free), len(group.members) - group.taken))
             ]
             index = self._slot_index(slots, first=group.taken)
             self.state = self.engine.insert(self.state, group.rows, index)
             for row, slot in enumerate(slots, group.taken):
-                self._slots[slot] = Progress(group.requests[row])
-                self._entered.append((self._slots[slot], group.draw, row))  # type: ignore[arg-type]
+                self._slots[slot] = group.members[row]
+                self._entered.append((group.members[row], group.draw, row))
             group.taken += len(slots)
-            if group.taken == len(group.requests):
+            if group.taken == len(group.members):
                 self._groups.popleft()
 
     def _prefill(self) -> _Group:
         """Prefill the next requests of the first one's bucket, in order; others keep their turn."""
         engine, count = self.engine, self.engine.rollout.prefill_rows
-        bucket = engine.bucket_of(len(self.queue[0].prompt_tokens))
+        bucket = self._bucket_of(self.queue[0])
         chosen, passed = [], []
         while self.queue and len(chosen) < count:
-            request = self.queue.popleft()
-            fits = engine.bucket_of(len(request.prompt_tokens)) == bucket
-            (chosen if fits else passed).append(request)
+            progress = self.queue.popleft()
+            (chosen if self._bucket_of(progress) == bucket else passed).append(progress)
         self.queue.extendleft(reversed(passed))
-        rows, draw = engine.prefill(
-            self.params, *prefill_arrays(chosen, count, bucket), self.seed_key
-        )
+        generated = np.zeros(count, np.int32)
+        generated[: len(chosen)] = [len(progress.tokens) for progress in chosen]
+        arrays = prefill_arrays([progress.as_prompt() for progress in chosen], count, bucket)
+        rows, draw = engine.prefill(self.params, *arrays, self.seed_key, generated=generated)
         for array in jax.tree.leaves(draw):
             array.copy_to_host_async()
         self.stats.prefills += 1
         self.stats.prefill_rows += len(chosen)
         self.stats.prefill_padding_rows += count - len(chosen)
         return _Group(rows, draw, chosen)
+
+    def _bucket_of(self, progress: Progress) -> int:
+        engine = self.engine
+        fresh = not progress.tokens
+        return (engine.bucket_of if fresh else engine.resume_bucket_of)(progress.length)
 
     def _slot_index(self, slots: Sequence[int], first: int = 0) -> np.ndarray:
         """Where each of `prefill_rows` rows goes: from row `first` on to `slots`, else nowhere."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
@@ -107,12 +108,24 @@ class Engine:
         given = rollout.prompt_buckets or automatic_lengths(rollout.max_prompt_length)
         return tuple(sorted(set(given)))
 
+    @functools.cached_property
+    def resume_buckets(self) -> tuple[int, ...]:
+        """Prompt buckets, and longer ones for a prompt with some of its response, ascending."""
+        rollout, prompts = self.rollout, self.prompt_buckets
+        longest = self.cache_blocks * rollout.cache_block
+        more = automatic_lengths(rollout.max_prompt_length + rollout.max_new_tokens - 1)
+        return (*prompts, *(min(n, longest) for n in more if n > prompts[-1]))
+
     @property
     def cache_blocks(self) -> int:
         """Blocks of a slot: they hold the longest bucket, and the longest prompt with response."""
         rollout = self.rollout
         longest = max(rollout.max_prompt_length + rollout.max_new_tokens, self.prompt_buckets[-1])
         return -(-longest // rollout.cache_block)
+
+    def resume_bucket_of(self, length: int) -> int:
+        """The bucket of `length` tokens of prompt and response that are read again."""
+        return next(bucket for bucket in self.resume_buckets if length <= bucket)
 
     def bucket_of(self, length: int) -> int:
         """The prompt bucket of a prompt of `length` tokens, from its own length alone."""
@@ -126,14 +139,15 @@ class Engine:
     def shapes(self, *, migration: bool = False) -> Iterator[Shape]:
         """Every program that generation with this engine compiles.
 
-        `migration` adds those that move live slots.
+        `migration` adds those that move live slots, by their cache or by reading them again.
         """
         rollout, block = self.rollout, self.rollout.cache_block
         positions = self.cache_blocks * block
+        buckets = self.resume_buckets if migration else self.prompt_buckets
         yield Shape("init_decode_state", rollout.slots, positions)
-        for bucket in self.prompt_buckets:
+        for bucket in buckets:
             yield Shape("prefill", rollout.prefill_rows, bucket)
-        inserted = {-(-bucket // block) * block for bucket in self.prompt_buckets}
+        inserted = {-(-bucket // block) * block for bucket in buckets}
         for length in sorted(inserted | ({positions} if migration else set())):
             yield Shape("insert", rollout.prefill_rows, length)
         yield Shape("generate", rollout.slots, rollout.chunk)
@@ -155,19 +169,24 @@ class Engine:
         sample_ids: Int[HostArray, "rows"],
         max_new: Int[HostArray, "rows"],
         seed_key: Any,
+        generated: Int[HostArray, "rows"] | None = None,
     ) -> tuple[Rows, Draw]:
         """Read prompts (right-padded to a bucket) and draw the first token of each response.
 
         There are always `rollout.prefill_rows` rows. A padding row has sample id -1, length 1 and
-        max_new 0; it comes out done, and must go into no slot.
+        max_new 0; it comes out done, and must go into no slot. A row whose last `generated` tokens
+        are response draws the one after them: so goes on a sample whose cache was left behind.
         """
         self._check_rows(tokens.shape[0], "prefill")
-        if tokens.shape[1] not in self.prompt_buckets:
-            raise ValueError(
-                f"prompts padded to {tokens.shape[1]} match no bucket of {self.prompt_buckets}"
-            )
+        buckets = self.prompt_buckets if generated is None else self.resume_buckets
+        if tokens.shape[1] not in buckets:
+            raise ValueError(f"prompts padded to {tokens.shape[1]} match no bucket of {buckets}")
+        if generated is None:
+            generated = np.zeros(self.rollout.prefill_rows, np.int32)
         check_key(seed_key)
-        return programs.prefill(self, params, tokens, lengths, sample_ids, max_new, seed_key)
+        return programs.prefill(
+            self, params, tokens, lengths, sample_ids, max_new, generated, seed_key
+        )
 
     def insert(self, state: DecodeState, rows: Rows, slots: Int[HostArray, "rows"]) -> DecodeState:
         """Put row i into slot `slots[i]`, whatever it held; an index >= the slot count drops it.

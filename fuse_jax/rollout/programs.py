@@ -103,11 +103,12 @@ def prefill(
     lengths: HostArray,
     sample_ids: HostArray,
     max_new: HostArray,
+    generated: HostArray,
     seed_key: Any,
 ) -> tuple[Rows, Draw]:
     arch, dtype = engine.arch, jnp.dtype(engine.dtype)
-    tokens, lengths, sample_ids, max_new = _placed_rows(
-        engine, tokens, lengths, sample_ids, max_new
+    tokens, lengths, sample_ids, max_new, generated = _placed_rows(
+        engine, tokens, lengths, sample_ids, max_new, generated
     )
 
     def attend(q: Array, k: Array, v: Array, carry: Any, layer: Array):
@@ -118,7 +119,6 @@ def prefill(
     x = embed(params, tokens, dtype=dtype)
     x, _, (keys, values) = apply_blocks(arch, params["blocks"], x, positions, attend, dtype=dtype)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    generated = jnp.zeros_like(lengths)
     draw = _draw(engine, params, last, sample_ids, generated, seed_key)
     generated = generated + 1
     done = _finished(engine, draw.tokens, generated, max_new)

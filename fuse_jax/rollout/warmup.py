@@ -54,9 +54,10 @@ def precompile(
     nowhere = np.full(rollout.prefill_rows, rollout.slots, np.int32)
     with count_compilations() as seen:
         state = engine.init_decode_state()
-        for bucket in engine.prompt_buckets:
+        for bucket in engine.resume_buckets if migration else engine.prompt_buckets:
             padding = prefill_arrays([], rollout.prefill_rows, bucket)
-            rows, _ = engine.prefill(params, *padding, seed_key)
+            none = np.zeros(rollout.prefill_rows, np.int32)
+            rows, _ = engine.prefill(params, *padding, seed_key, generated=none)
             state = engine.insert(state, rows, nowhere)
         state, _ = engine.generate(params, state, seed_key)
         if migration:
