@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,6 +123,11 @@ class _Launch:
     entered: list[tuple[Progress, Draw, int]]
 
 
+# Told of every dispatch: "prefill", "resume" (a prefill of samples that moved here) or "decode", an
+# array that is ready when the device is done with it, and the rows that are real.
+Watch = Callable[[str, jax.Array, int], None]
+
+
 class Batcher:
     """Keeps the slots of one engine full. Host state only: the arithmetic is the engine's.
 
@@ -130,8 +135,11 @@ class Batcher:
     controller can so drive many batchers, each over its own devices.
     """
 
-    def __init__(self, engine: Engine, params: Params, seed_key: Any) -> None:
+    def __init__(
+        self, engine: Engine, params: Params, seed_key: Any, watch: Watch | None = None
+    ) -> None:
         self.engine, self.seed_key = engine, seed_key
+        self._watch = watch or (lambda kind, array, rows: None)
         self.params = engine.place_params(params)
         self.queue: deque[Progress] = deque()
         self.stats = RolloutStats()
@@ -193,6 +201,7 @@ class Batcher:
         self.state, chunk = self.engine.generate(self.params, self.state, self.seed_key)
         for array in jax.tree.leaves(chunk):
             array.copy_to_host_async()
+        self._watch("decode", chunk.done, len(self.live))
         self._launched.append(_Launch(chunk, list(self._slots), self._entered))
         self._entered = []
         self.stats.chunks += 1
@@ -312,6 +321,7 @@ class Batcher:
         rows, draw = engine.prefill(self.params, *arrays, self.seed_key, generated=generated)
         for array in jax.tree.leaves(draw):
             array.copy_to_host_async()
+        self._watch("resume" if generated.any() else "prefill", draw.tokens, len(chosen))
         self.stats.prefills += 1
         self.stats.prefill_rows += len(chosen)
         self.stats.prefill_padding_rows += count - len(chosen)
