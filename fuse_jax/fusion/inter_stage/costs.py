@@ -161,12 +161,12 @@ class Costs:
                     "give one a bucket"
                 )
 
-    def prefill(self, length: int) -> float:
-        """ms of prefilling a group in the bucket of `length` tokens; inf if none holds it."""
+    def prefill_bucket(self, length: int) -> int:
+        """The bucket that `length` tokens are prefilled in. Raises ValueError if none holds it."""
         for bucket in self._buckets:
             if length <= bucket:
-                return self.prefill_ms[bucket]
-        return math.inf
+                return bucket
+        raise ValueError(f"no prefill bucket holds {length} tokens: prefill_ms has {self._buckets}")
 
     def move_by_cache(self, contexts: Sequence[int]) -> float:
         """ms of moving the caches of live slots holding `contexts` tokens, as one group."""

@@ -17,6 +17,7 @@ from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 
 POLICIES = ("serial", "fixed", "knee", "simulated", "stream", "auto")
 Way = Literal["kv", "prefill"]
+WayChoice = Literal["auto", "kv", "prefill"]
 
 # Chunks launched and not read of one instance, while no prompt waits for one of its slots (one
 # while there is one: launching blindly would leave the slots that fall free idle for a chunk).
@@ -47,7 +48,7 @@ class Plan:
     threshold: int = 0
     keep: int = 0
     stream: bool = False
-    way: Literal["auto", "kv", "prefill"] = "auto"
+    way: WayChoice = "auto"
     predicted_ms: float | None = None
     serial_ms: float | None = None
     why: str = ""

@@ -1,0 +1,472 @@
+"""Generation and scoring of one iteration, event by event, without devices.
+
+The controller here is the live one's double: it sees what a real one sees (chunks that were read,
+not what the device has done since), and asks `policy` for every decision. A device is a queue: what
+is dispatched to an instance runs in order, each dispatch as long as `Costs` says. Deterministic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fuse_jax.buckets import bucket_of
+from fuse_jax.fusion.inter_stage import policy
+from fuse_jax.fusion.inter_stage.costs import Costs, Geometry
+from fuse_jax.fusion.inter_stage.lengths import LengthHistory
+from fuse_jax.fusion.inter_stage.policy import InstanceView, Move, Plan, Unfinished
+from fuse_jax.fusion.inter_stage.spans import Span
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Samples of one iteration: `prompts[i]`, `responses[i]` tokens, responses at most `cap`.
+
+    `predicted` are the response lengths expected before generation; empty = all alike.
+    """
+
+    prompts: tuple[int, ...]
+    responses: tuple[int, ...]
+    cap: int
+    predicted: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.responses:
+            raise ValueError("responses is empty: give at least one sample")
+        if len(self.prompts) != len(self.responses):
+            raise ValueError(f"{len(self.prompts)} prompts for {len(self.responses)} responses")
+        if min(self.prompts) < 1:
+            raise ValueError(f"prompts hold a length of {min(self.prompts)}: at least 1 token")
+        if min(self.responses) < 1 or max(self.responses) > self.cap:
+            raise ValueError(
+                f"responses of {min(self.responses)} to {max(self.responses)} tokens must lie "
+                f"between 1 and cap={self.cap}"
+            )
+        if self.predicted and len(self.predicted) != len(self.responses):
+            raise ValueError(f"{len(self.predicted)} predicted for {len(self.responses)} responses")
+
+
+@dataclass
+class Outcome:
+    """How a simulated iteration went. Times in ms from its start.
+
+    `scoring_ms` is device time of all scoring batches together, of which `hidden_ms` lay before the
+    last sample was seen finished. `finished_at[i]`: when the controller saw sample i finished;
+    `scored_at[c, i]`: when its column c was there. `steps` are decode steps over all instances,
+    `tokens` response tokens generated, the first ones (of prefills) included.
+    """
+
+    total_ms: float = 0.0
+    generation_ms: float = 0.0
+    scoring_ms: float = 0.0
+    hidden_ms: float = 0.0
+    migrated_at: float | None = None
+    kept: tuple[int, ...] = ()
+    moves: list[Move] = field(default_factory=list)
+    batches: int = 0
+    padding_rows: int = 0
+    steps: int = 0
+    tokens: int = 0
+    finished_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    scored_at: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def migrated(self) -> int:
+        """Live samples moved."""
+        return sum(len(move.sample_ids) for move in self.moves if move.way is not None)
+
+    @property
+    def scoring_hidden(self) -> float:
+        """Share, 0..1, of scoring that ran while samples were still being generated."""
+        return self.hidden_ms / self.scoring_ms if self.scoring_ms else 0.0
+
+
+def simulate(
+    plan: Plan,
+    geometry: Geometry,
+    costs: Costs,
+    workload: Workload,
+    *,
+    history: LengthHistory | None = None,
+    record: bool = False,
+) -> Outcome:
+    """Run `workload` under `plan`.
+
+    Args:
+      history: what the controller knows of response lengths; decides which instances look busiest.
+      record: keep `spans` (the timeline).
+
+    Raises ValueError: a sample fits no bucket, or costs are missing.
+    """
+    costs.check(geometry)
+    world = _World(plan, geometry, costs, workload, history or LengthHistory(), record)
+    return world.run()
+
+
+class _Instance:
+    """One device queue, what is in its slots, and what the controller has seen of it."""
+
+    def __init__(self) -> None:
+        self.free_at = 0.0  # when the device has done all that was dispatched
+        self.steps = 0  # decode steps dispatched
+        self.steps_read = 0
+        self.live: list[tuple[int, int]] = []  # heap of (step it ends at, sample)
+        self.joined: dict[int, tuple[int, int]] = {}  # slot holder -> (step, tokens it had then)
+        self.offset = 0.0  # context of the longest (or of all) live slots, less `steps`
+        self.waiting: deque[int] = deque()
+        self.prefilled: deque[int] = deque()
+        self.chunks = 0  # in flight
+        self.batches = 0
+        self.leaving = False
+        self.weights_at: float | None = None
+        self.end = 0.0  # expected, for streaming
+
+    @property
+    def queued(self) -> int:
+        return len(self.waiting) + len(self.prefilled)
+
+    @property
+    def unfinished(self) -> int:
+        """As the controller sees it."""
+        return len(self.joined) + len(self.waiting) + len(self.prefilled)
+
+
+class _World:
+    def __init__(
+        self,
+        plan: Plan,
+        geometry: Geometry,
+        costs: Costs,
+        workload: Workload,
+        history: LengthHistory,
+        record: bool,
+    ) -> None:
+        self.plan, self.geometry, self.costs = plan, geometry, costs
+        self.workload, self.history, self.record = workload, history, record
+        self.prompts, self.responses = workload.prompts, workload.responses
+        count, columns = len(self.responses), geometry.columns
+        self.bucket = [
+            bucket_of(p + r, geometry.buckets)
+            for p, r in zip(self.prompts, self.responses, strict=True)
+        ]
+        self.ready = {column: [0] * len(geometry.buckets) for column in columns}
+        self.due = {column: [deque() for _ in geometry.buckets] for column in columns}
+        self.any_due = 0
+        self.unfinished = count
+        self.out = Outcome(
+            finished_at=np.full(count, np.nan), scored_at=np.full((len(columns), count), np.nan)
+        )
+        self.events: list[tuple] = []
+        self.number = 0
+        self.instances = [_Instance() for _ in range(geometry.instances)]
+        self.scorers: set[int] = set()
+        self.score_spans: list[tuple[float, float]] = []
+
+    # ------------------------------------------------------------------ the clock
+
+    def run(self) -> Outcome:
+        self._start()
+        now = 0.0
+        while self.events:
+            now, _, what, index, payload = heapq.heappop(self.events)
+            what(now, index, payload)
+        if self.unfinished or self.any_due:
+            raise AssertionError(f"{self.unfinished} unfinished, {self.any_due} due at the end")
+        out = self.out
+        out.total_ms = float(out.scored_at.max())
+        out.generation_ms = float(out.finished_at.max())
+        end = out.generation_ms
+        out.scoring_ms = sum(stop - start for start, stop in self.score_spans)
+        out.hidden_ms = sum(max(min(stop, end) - start, 0.0) for start, stop in self.score_spans)
+        return out
+
+    def _at(self, time: float, what, index: int, payload=None) -> None:
+        self.number += 1
+        heapq.heappush(self.events, (time, self.number, what, index, payload))
+
+    def _occupy(self, index: int, earliest: float, ms: float) -> tuple[float, float]:
+        """Queue `ms` of device time on an instance; returns its start and end."""
+        instance = self.instances[index]
+        start = max(earliest, instance.free_at)
+        instance.free_at = start + ms
+        return start, start + ms
+
+    def _span(self, index: int, kind: str, when: tuple[float, float], count: int, name="") -> None:
+        if self.record:
+            self.out.spans.append(Span(index, kind, *when, count, name))
+
+    # ------------------------------------------------------------------ generation
+
+    def _start(self) -> None:
+        predicted = self.workload.predicted or [1.0] * len(self.responses)
+        given, backlog = policy.assign(predicted, self.geometry.instances, self.geometry.slots)
+        self.backlog = deque(backlog)
+        for index, prompts in enumerate(given):
+            self.instances[index].waiting.extend(prompts)
+        for index in range(self.geometry.instances):
+            self._expect(0.0, index)
+        for index in range(self.geometry.instances):
+            self._step(0.0, index)
+        self._offer(0.0)
+
+    def _step(self, now: float, index: int) -> None:
+        """The controller turns to one instance: something of it has changed."""
+        instance = self.instances[index]
+        self._migrate(now)
+        if instance.leaving and not instance.chunks:
+            self._depart(now, index)
+        if not instance.leaving:
+            self._launch(now, index)
+        own, backlog = instance.unfinished, len(self.backlog)
+        if instance.weights_at is None and policy.bring_weights(
+            self.plan, self.costs, own, self.unfinished, backlog
+        ):
+            instance.weights_at = now + self.costs.weights_ms
+            if self.costs.weights_ms:
+                self._span(index, "weights", (now, instance.weights_at), 0)
+        if policy.may_score(self.plan, own, self.unfinished, backlog):
+            self.scorers.add(index)
+        else:
+            self.scorers.discard(index)
+
+    def _launch(self, now: float, index: int) -> None:
+        """Fill free slots, then keep the device supplied with chunks."""
+        instance = self.instances[index]
+        self._fill(now, index)
+        while instance.joined:
+            waits = instance.queued or self.backlog
+            if instance.chunks >= (1 if waits else policy.CHUNKS_IN_FLIGHT):
+                break
+            if instance.chunks and not instance.live:
+                break  # the controller can't know, but such a chunk would take no time
+            self._stream(now, index)
+            self._chunk(now, index)
+
+    def _fill(self, now: float, index: int) -> None:
+        instance, geometry = self.instances[index], self.geometry
+        while len(instance.joined) < geometry.slots:
+            if not instance.prefilled:
+                if not instance.waiting and self.backlog:
+                    for _ in range(min(geometry.prefill_rows, len(self.backlog))):
+                        instance.waiting.append(self.backlog.popleft())
+                if not instance.waiting:
+                    return
+                self._prefill(now, index)
+            sample = instance.prefilled.popleft()
+            self._join(instance, sample, 1)
+
+    def _prefill(self, now: float, index: int) -> None:
+        """The next prompts of the first one's bucket, in order; others keep their turn."""
+        instance = self.instances[index]
+        bucket = self.costs.prefill_bucket(self.prompts[instance.waiting[0]])
+        passed: list[int] = []
+        while instance.waiting and len(instance.prefilled) < self.geometry.prefill_rows:
+            sample = instance.waiting.popleft()
+            fits = self.costs.prefill_bucket(self.prompts[sample]) == bucket
+            (instance.prefilled if fits else passed).append(sample)
+        instance.waiting.extendleft(reversed(passed))
+        self.out.tokens += len(instance.prefilled)
+        when = self._occupy(index, now, self.costs.prefill_ms[bucket])
+        self._span(index, "prefill", when, len(instance.prefilled))
+
+    def _join(self, instance: _Instance, sample: int, generated: int) -> None:
+        """A sample that has `generated` tokens enters a slot, behind the dispatched chunks."""
+        instance.joined[sample] = (instance.steps, generated)
+        end = instance.steps + self.responses[sample] - generated
+        heapq.heappush(instance.live, (end, sample))
+        self._measure(instance)
+
+    def _measure(self, instance: _Instance) -> None:
+        """Context of the live slots, less the steps: it grows with them."""
+        offsets = [
+            self.prompts[s] + instance.joined[s][1] - instance.joined[s][0]
+            for _, s in instance.live
+        ]
+        longest = self.costs.decode.statistic == "longest"
+        if offsets:
+            instance.offset = max(offsets) if longest else sum(offsets) / len(offsets)
+
+    def _chunk(self, now: float, index: int) -> None:
+        """Dispatch a chunk: up to `chunk` steps, fewer if all slots are done before."""
+        instance, live = self.instances[index], self.instances[index].live
+        before = instance.steps
+        finished = self._pop(live, before)
+        count = len(live)
+        steps = min(self.geometry.chunk, max(end for end, _ in live) - before) if live else 0
+        context = instance.offset + before + steps / 2
+        ms = steps * self.costs.decode(count, context) if count else 0.0
+        instance.steps = before + steps
+        finished += self._pop(live, instance.steps)
+        if len(live) < count:
+            self._measure(instance)
+        for sample in finished:
+            self.out.tokens += self.responses[sample] - instance.joined[sample][1]
+        self.out.steps += steps
+        when = self._occupy(index, now + self.costs.host_ms, ms)
+        self._span(index, "decode", when, count)
+        instance.chunks += 1
+        self._at(when[1], self._read, index, (finished, instance.steps))
+
+    @staticmethod
+    def _pop(live: list[tuple[int, int]], step: int) -> list[int]:
+        finished = []
+        while live and live[0][0] <= step:
+            finished.append(heapq.heappop(live)[1])
+        return finished
+
+    def _read(self, now: float, index: int, payload: tuple[list[int], int]) -> None:
+        """A chunk is read: finished samples are due for scoring."""
+        finished, steps = payload
+        instance = self.instances[index]
+        instance.chunks -= 1
+        instance.steps_read = steps
+        for sample in finished:
+            del instance.joined[sample]
+            self.out.finished_at[sample] = now
+            for column in self.geometry.columns:
+                self.ready[column][self.bucket[sample]] += 1
+                self.due[column][self.bucket[sample]].append(sample)
+                self.any_due += 1
+        self.unfinished -= len(finished)
+        self._expect(now, index)
+        self._step(now, index)
+        if finished and not self.unfinished:
+            for other in range(len(self.instances)):
+                self._step(now, other)
+        self._offer(now)
+
+    # ------------------------------------------------------------------ migration
+
+    def _view(self, index: int) -> InstanceView:
+        instance, cap = self.instances[index], self.workload.cap
+        live = tuple(
+            Unfinished(s, self.prompts[s], had + max(instance.steps_read - step, 0), cap)
+            for s, (step, had) in instance.joined.items()
+        )
+        waiting = (*instance.prefilled, *instance.waiting)
+        return InstanceView(live, tuple(Unfinished(s, self.prompts[s], 0, cap) for s in waiting))
+
+    def _migrate(self, now: float) -> None:
+        # The first test is must_migrate's own, made here because it is asked at every event.
+        if self.unfinished > self.plan.threshold or self.out.migrated_at is not None:
+            return
+        generating = sum(bool(instance.unfinished) for instance in self.instances)
+        due = policy.must_migrate(
+            self.plan, self.geometry, self.unfinished, generating, len(self.backlog)
+        )
+        if not due:
+            return
+        views = [self._view(index) for index in range(len(self.instances))]
+        self.out.kept = policy.choose_kept(self.plan, views, self.history)
+        self.out.migrated_at = now
+        leaving = [
+            index
+            for index, view in enumerate(views)
+            if view.unfinished and index not in self.out.kept
+        ]
+        for index in leaving:
+            self.instances[index].leaving = True
+        for index in leaving:
+            if not self.instances[index].chunks:
+                self._step(now, index)
+
+    def _depart(self, now: float, index: int) -> None:
+        """The chunks of a leaving instance are read: its samples go."""
+        source = self.instances[index]
+        source.leaving = False
+        moves = policy.moves_from(
+            index,
+            [self._view(i) for i in range(len(self.instances))],
+            self.out.kept,
+            plan=self.plan,
+            geometry=self.geometry,
+            costs=self.costs,
+        )
+        source_steps = source.steps
+        held = {s: had + source_steps - step for s, (step, had) in source.joined.items()}
+        for move in moves:
+            target = self.instances[move.destination]
+            if move.way is None:
+                target.waiting.extend(move.sample_ids)
+                continue
+            when = self._occupy(move.destination, now, move.predicted_ms)
+            self._span(move.destination, "move", when, len(move.sample_ids), move.way)
+            for sample in move.sample_ids:
+                self.out.tokens += held[sample] - source.joined[sample][1]
+                self._join(target, sample, held[sample])
+        self.out.moves += moves
+        self.out.tokens -= len(source.prefilled)  # drawn here, and drawn again where they go
+        source.live, source.joined = [], {}
+        source.waiting.clear()
+        source.prefilled.clear()
+        for kept in self.out.kept:
+            self._step(now, kept)
+
+    # ------------------------------------------------------------------ scoring
+
+    def _expect(self, now: float, index: int) -> None:
+        if self.plan.stream:
+            self.instances[index].end = policy.expected_end(
+                now, self._view(index), self.history, self.geometry, self.costs
+            )
+
+    def _stream(self, now: float, index: int) -> None:
+        """A full batch before the next chunk, if others will be later than this instance anyway."""
+        if not self.plan.stream or not self.any_due:
+            return
+        instance = self.instances[index]
+        if instance.batches or instance.weights_at is None or instance.weights_at > now:
+            return
+        picked = policy.next_batch(self.ready, self.geometry, self.costs, part_filled=False)
+        if picked is None:
+            return
+        column, bucket = picked
+        ms = self.costs.score_ms[column][bucket]
+        if policy.may_stream(self.plan, [i.end for i in self.instances], index, ms):
+            self._score(now, index, picked)
+
+    def _offer(self, now: float) -> None:
+        """Batches to instances that may score, the least supplied first."""
+        for depth in range(policy.BATCHES_IN_FLIGHT):
+            for index in sorted(self.scorers):
+                if not self.any_due:
+                    return
+                if self.instances[index].batches != depth:
+                    continue
+                picked = policy.next_batch(
+                    self.ready, self.geometry, self.costs, part_filled=depth == 0
+                )
+                if picked is None:
+                    break
+                self._score(now, index, picked)
+
+    def _score(self, now: float, index: int, picked: tuple[str, int]) -> None:
+        column, bucket = picked
+        instance, rows = self.instances[index], self.geometry.buckets[bucket].rows
+        queue = self.due[column][bucket]
+        samples = [queue.popleft() for _ in range(min(rows, len(queue)))]
+        self.ready[column][bucket] -= len(samples)
+        self.any_due -= len(samples)
+        self.out.batches += 1
+        self.out.padding_rows += rows - len(samples)
+        instance.batches += 1
+        # A batch that waits for nothing else waits for the host; behind another it does not.
+        earliest = now + self.costs.host_ms if instance.free_at <= now else now
+        when = self._occupy(
+            index, max(earliest, instance.weights_at or 0.0), self.costs.score_ms[column][bucket]
+        )
+        instance.end += when[1] - when[0]
+        self.score_spans.append(when)
+        self._span(index, "score", when, len(samples), column)
+        self._at(when[1], self._scored, index, (column, samples))
+
+    def _scored(self, now: float, index: int, payload: tuple[str, Sequence[int]]) -> None:
+        column, samples = payload
+        self.out.scored_at[self.geometry.columns.index(column), list(samples)] = now
+        self.instances[index].batches -= 1
+        self._offer(now)
