@@ -46,7 +46,7 @@ def get_config() -> ConfigDict:
     config.reward_training.row_length = 128
     config.reward_training.max_pairs = 16
     config.reward_training.optimizer.learning_rate = 5e-5
-    config.reward_training.optimizer.warmup_steps = 4
+    config.reward_training.optimizer.warmup_fraction = 0.25
     # Behind a fresh head the trunk's gradients are far below the default 1e-5: it would not move.
     config.reward_training.optimizer.eps = 1e-8
 

@@ -25,12 +25,12 @@ def get_config() -> ConfigDict:
     config.sft.steps = 220
     config.sft.rows = 24
     config.sft.row_length = 64
-    _cosine(config.sft.optimizer, 4e-3, config.sft.steps)
+    _cosine(config.sft.optimizer, 4e-3)
 
     config.reward_training.steps = 900
     config.reward_training.rows = 32
     config.reward_training.row_length = 64
-    _cosine(config.reward_training.optimizer, 2e-3, config.reward_training.steps)
+    _cosine(config.reward_training.optimizer, 2e-3)
 
     config.ppo.iterations = 50
     config.ppo.prompts_per_iteration = 128
@@ -44,9 +44,9 @@ def get_config() -> ConfigDict:
     return config
 
 
-def _cosine(optimizer: ConfigDict, learning_rate: float, steps: int) -> None:
+def _cosine(optimizer: ConfigDict, learning_rate: float) -> None:
     optimizer.learning_rate = learning_rate
     optimizer.schedule = "cosine"
-    optimizer.warmup_steps = max(1, steps // 10)
+    optimizer.warmup_fraction = 0.1
     optimizer.final_fraction = 0.05
     optimizer.weight_decay = 0.01

@@ -106,7 +106,7 @@ class OptimizerConfig:
 
     learning_rate: float = 1e-5
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: int = 0
+    warmup_fraction: float = 0.0  # of the updates of its stage, from 0 up to the learning rate
     final_fraction: float = 0.0  # of the learning rate, at the last step
     b1: float = 0.9
     b2: float = 0.98

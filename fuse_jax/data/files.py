@@ -33,7 +33,7 @@ def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
       DataError: nothing there, no file with a known suffix, or one file named twice.
     """
     entries = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    if not entries:
+    if not entries or "" in entries:
         raise DataError("no data path given: name a file, a directory or a glob")
     files = [file for entry in entries for file in _expand(str(entry))]
     twice = sorted({str(f) for f in files if files.count(f) > 1})

@@ -29,6 +29,7 @@ from jaxtyping import Int
 from fuse_jax.buckets import automatic_lengths
 from fuse_jax.config import RolloutConfig
 from fuse_jax.models.architecture import Architecture
+from fuse_jax.models.compute_copy import compute_copy
 from fuse_jax.models.transformer import Params, init
 from fuse_jax.placement.mesh import ROW_AXES, row_shards, single_device_mesh
 from fuse_jax.placement.sharding import kv_heads_axis, parameter_specs
@@ -220,12 +221,13 @@ class Engine:
         return programs.release(self, state, slots)
 
     def place_params(self, params: Params) -> Params:
-        """`params` in the sharding of this engine's mesh (no copy if they have it already).
+        """`params` in the compute dtype and the sharding of this engine's mesh.
 
+        No copy is made of what has both already: with float32, nothing is but on other devices.
         A program is compiled anew for another sharding, and for arrays bound to no device: placing
         them first keeps the set of programs finite wherever weights come from.
         """
-        return jax.device_put(params, self._param_shardings)
+        return jax.device_put(compute_copy(params, self.dtype), self._param_shardings)
 
     @functools.cached_property
     def _param_shardings(self) -> Any:

@@ -170,7 +170,6 @@ def generate(
     engine: Engine, params: Params, state: DecodeState, seed_key: Any
 ) -> tuple[DecodeState, Chunk]:
     slots, steps = engine.rollout.slots, engine.rollout.chunk
-    params = _cast(params, engine.dtype)
     nothing = jnp.zeros((steps, slots), jnp.float32)
     drawn = Draw(nothing.astype(jnp.int32), nothing, nothing if engine.gaps else None)
 
@@ -191,15 +190,6 @@ def generate(
     counts = state.generated - before
     chunk = Chunk(drawn.tokens, drawn.log_probs, drawn.gaps, counts, state.done, step)
     return _placed(engine, state), _replicated(engine, chunk)
-
-
-def _cast(params: Params, dtype: str) -> Params:
-    """Weights in the compute dtype, once a chunk and not once a step; norm scales stay float32."""
-
-    def cast(path: Any, leaf: Array) -> Array:
-        return leaf if path[-1].key == "scale" else leaf.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def _decode_step(

@@ -37,12 +37,16 @@ class Model(NamedTuple):
 
 @dataclass(frozen=True)
 class PassOptions:
-    """What all passes share. See `passes.log_prob_pass`."""
+    """What all passes share. See `passes.log_prob_pass`.
+
+    rows: sharding of activations over rows, set by the scorer for its mesh; None = left to XLA.
+    """
 
     temperature: float = 1.0
     valid_vocab: int | None = None
     chunk: int = 0
     dtype: Any = jnp.float32
+    rows: Any = None
 
 
 @dataclass
@@ -81,16 +85,17 @@ def run_column(
     options: PassOptions,
 ) -> tuple[jax.Array, ...]:
     """The arrays of `column`: `([B, R],)`, for `values` `([B, R], [B])`, for `scores` `([B],)`."""
+    compute: dict[str, Any] = {"dtype": options.dtype, "rows": options.rows}
     if column == "scores":
-        return (passes.reward_pass(archs[0], params[0], batch, dtype=options.dtype),)
+        return (passes.reward_pass(archs[0], params[0], batch, **compute),)
     if column == "values":
-        return passes.value_pass(archs[0], params[0], batch, length=length, dtype=options.dtype)
+        return passes.value_pass(archs[0], params[0], batch, length=length, **compute)
     shared: dict[str, Any] = {
+        **compute,
         "length": length,
         "temperature": options.temperature,
         "valid_vocab": options.valid_vocab,
         "chunk": options.chunk,
-        "dtype": options.dtype,
     }
     if column == "full_kl":
         pairs = archs[0], params[0], archs[1], params[1]

@@ -2,7 +2,8 @@
 
 Everything per response token is response-aligned `[B, R]` and 0 beneath the mask; everything that
 comes out is float32, whatever `dtype` the model computes in. The mask follows from the lengths, and
-token ids beneath it are read but never matter.
+token ids beneath it are read but never matter. `rows` is the sharding of activations over rows
+(see `transformer.forward`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def log_prob_pass(
     valid_vocab: int | None = None,
     chunk: int = 0,
     dtype: Any = jnp.float32,
+    rows: Any = None,
 ) -> Float[Array, "B R"]:
     """Log-probability of each response token under a language model.
 
@@ -48,7 +50,7 @@ def log_prob_pass(
       float32 `[B, R]`, nats, 0 beneath the mask.
     """
     tokens, prompt_lengths, response_lengths = map(jnp.asarray, batch)
-    hidden = transformer.forward(arch, params, tokens, dtype=dtype)
+    hidden = transformer.forward(arch, params, tokens, dtype=dtype, rows=rows)
     statistics = heads.token_statistics(
         params,
         heads.before_response(hidden, prompt_lengths, length),
@@ -73,6 +75,7 @@ def full_kl_pass(
     valid_vocab: int | None = None,
     chunk: int = 0,
     dtype: Any = jnp.float32,
+    rows: Any = None,
 ) -> Float[Array, "B R"]:
     """KL(actor || reference) of the next-token distributions, summed exactly over the vocabulary.
 
@@ -87,7 +90,7 @@ def full_kl_pass(
     tokens, prompt_lengths, response_lengths = map(jnp.asarray, batch)
 
     def states_of(arch: Architecture, params: Params) -> Array:
-        hidden = transformer.forward(arch, params, tokens, dtype=dtype)
+        hidden = transformer.forward(arch, params, tokens, dtype=dtype, rows=rows)
         return heads.before_response(hidden, prompt_lengths, length)
 
     states, ref_states = states_of(arch, params), states_of(ref_arch, ref_params)
@@ -113,6 +116,7 @@ def value_pass(
     *,
     length: int,
     dtype: Any = jnp.float32,
+    rows: Any = None,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B"]]:
     """The critic's value of every state of the response.
 
@@ -122,21 +126,26 @@ def value_pass(
       where the response is empty), from which a truncated response is bootstrapped.
     """
     tokens, prompt_lengths, response_lengths = map(jnp.asarray, batch)
-    hidden = transformer.forward(arch, params, tokens, dtype=dtype)
+    hidden = transformer.forward(arch, params, tokens, dtype=dtype, rows=rows)
     values = heads.scalars(params, heads.before_response(hidden, prompt_lengths, length))
     values = jnp.where(response_mask(response_lengths, length) > 0, values, 0.0)
     return values, _at_end(params, hidden, prompt_lengths + response_lengths)
 
 
 def reward_pass(
-    arch: Architecture, params: Params, batch: SequenceBatch, *, dtype: Any = jnp.float32
+    arch: Architecture,
+    params: Params,
+    batch: SequenceBatch,
+    *,
+    dtype: Any = jnp.float32,
+    rows: Any = None,
 ) -> Float[Array, "B"]:
     """The reward model's score of each sequence, float32 `[B]`, read at its last response token.
 
     An empty response is scored at the last prompt token.
     """
     tokens, prompt_lengths, response_lengths = map(jnp.asarray, batch)
-    hidden = transformer.forward(arch, params, tokens, dtype=dtype)
+    hidden = transformer.forward(arch, params, tokens, dtype=dtype, rows=rows)
     return _at_end(params, hidden, prompt_lengths + response_lengths)
 
 

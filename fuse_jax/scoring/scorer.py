@@ -12,6 +12,7 @@ The small unit is one column of one `Batch`: `batches`, `dispatch`, `Pending`. `
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -130,7 +131,7 @@ class Scorer:
         self.columns = tuple(columns)
         self.max_response = max_response
         self.pad_token = pad_token
-        self.options = options or PassOptions()
+        self.options = replace(options or PassOptions(), rows=batch_sharding(mesh))
         self._executables: dict[tuple, Any] = {}
         self._warm = False
 

@@ -16,7 +16,6 @@ from fuse_jax.placement.mesh import mesh_sizes
 from fuse_jax.placement.sharding import check_divisible
 from fuse_jax.rollout.sampling import MIN_TEMPERATURE
 from fuse_jax.scoring.reward_function import check_reward_function
-from fuse_jax.training.optimizers import planned_updates
 
 
 def check_config(config: Config, *, device_count: int) -> None:
@@ -27,7 +26,7 @@ def check_config(config: Config, *, device_count: int) -> None:
 
 def check_settings(config: Config, *, device_count: int) -> None:
     """The same for a configuration that may have no stage at all (evaluation)."""
-    for check in (_ranges, _warmups, _sampling, _kl, _files, _lengths):
+    for check in (_ranges, _sampling, _kl, _files, _lengths):
         check(config)
     check_mesh(config, device_count)
 
@@ -145,14 +144,14 @@ def _ranges(config: Config) -> None:
         if value is not None and not value > 0:
             _refuse(key, value, "must be above 0")
     for name in _OPTIMIZERS:
-        for entry in ("learning_rate", "weight_decay", "max_grad_norm", "eps", "warmup_steps"):
+        for entry in ("learning_rate", "weight_decay", "max_grad_norm", "eps"):
             value = setting(config, f"{name}.{entry}")
             if not value >= 0:
                 _refuse(f"{name}.{entry}", value, "must not be negative")
         final = setting(config, f"{name}.final_fraction")
         if not 0 <= final <= 1:
             _refuse(f"{name}.final_fraction", final, "must be in [0, 1]")
-        for entry in ("b1", "b2"):
+        for entry in ("b1", "b2", "warmup_fraction"):
             value = setting(config, f"{name}.{entry}")
             if not 0 <= value < 1:
                 _refuse(f"{name}.{entry}", value, "must be in [0, 1)")
@@ -170,21 +169,6 @@ def _ranges(config: Config) -> None:
             parts,
             f"does not divide ppo.prompts_per_iteration={count}: use a divisor of {count}",
         )
-
-
-def _warmups(config: Config) -> None:
-    """A warm-up that does not end before its stage does."""
-    planned = planned_updates(config.ppo)
-    updates = {
-        "sft": {"sft.optimizer": config.sft.steps},
-        "reward_model": {"reward_training.optimizer": config.reward_training.steps},
-        "ppo": {f"ppo.{name}_optimizer": count for name, count in planned.items()},
-    }
-    for stage in config.stages:
-        for name, count in updates[stage].items():
-            warmup = setting(config, f"{name}.warmup_steps")
-            if warmup and warmup >= count:
-                _refuse(f"{name}.warmup_steps", warmup, f"lower it: there are {count} updates")
 
 
 def _sampling(config: Config) -> None:

@@ -23,6 +23,7 @@ from fuse_jax.placement.mesh import make_mesh
 from fuse_jax.placement.sharding import check_divisible
 from fuse_jax.training.checkpoint import Checkpoints
 from fuse_jax.training.metrics import RunLog
+from fuse_jax.training.same_tokenizer import check_same_tokenizer
 from fuse_jax.training.task import Task, build_task
 
 Role = Literal["actor", "reference", "critic", "reward_model"]
@@ -73,6 +74,7 @@ class Run:
         return jax.random.fold_in(jax.random.key(self.config.seed), purpose)
 
 
+CLAIM = "config.json"  # in a work directory: the settings of its run
 # Purposes of random keys.
 INIT_ACTOR, SAMPLE = 0, 2
 
@@ -86,10 +88,7 @@ def open_run(config: Config, workdir: Path, *, resume: bool, say: Callable[[str]
     """
     archs = architectures(config)
     mesh = make_mesh(config.mesh)
-    sizes = MeshConfig(**mesh.shape)
-    for role, arch in archs.items():
-        with refusing(role):
-            check_divisible(arch, sizes)
+    check_cuts(archs, mesh)
     check_score_head(config)
     check_claim(config, workdir, resume=resume)
     task = build_task(config, say)
@@ -101,9 +100,20 @@ def open_run(config: Config, workdir: Path, *, resume: bool, say: Callable[[str]
                 f"tokenizer's {task.vocabulary.vocab_size}: use the model's own tokenizer, or "
                 "raise model.vocab_size"
             )
+    check_same_tokenizer(config, task.vocabulary, task.tokenizer_path, say)
     # Not before everything is read: a directory that a refused run had claimed would be of no use.
+    if resume and not (workdir / CLAIM).exists():
+        say(f"--resume: {workdir} holds no run yet: starting one")
     claim(config, workdir, resume=resume)
     return Run(config, workdir, mesh, task, archs, RunLog(workdir), resume, say)
+
+
+def check_cuts(archs: Mapping[Role, Architecture], mesh: Mesh) -> None:
+    """Refuse a mesh that cannot cut one of the models."""
+    sizes = MeshConfig(**mesh.shape)
+    for role, arch in archs.items():
+        with refusing(role):
+            check_divisible(arch, sizes)
 
 
 def check_lengths(config: Config, archs: Mapping[Role, Architecture], task: Task) -> None:
@@ -180,7 +190,7 @@ def _source(config: Config, role: Role) -> str:
 
 def check_claim(config: Config, workdir: Path, *, resume: bool) -> None:
     """Refuse to write over another run, and on resume settings that would change its numbers."""
-    path = workdir / "config.json"
+    path = workdir / CLAIM
     settings = flatten(asdict(config))
     if path.exists():
         if not resume:
@@ -202,7 +212,7 @@ def claim(config: Config, workdir: Path, *, resume: bool) -> None:
     """Make `workdir` the directory of this run. Raises ConfigError as `check_claim`."""
     check_claim(config, workdir, resume=resume)
     workdir.mkdir(parents=True, exist_ok=True)
-    path = workdir / "config.json"
+    path = workdir / CLAIM
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(flatten(asdict(config)), indent=1) + "\n")
     partial.replace(path)
@@ -210,7 +220,7 @@ def claim(config: Config, workdir: Path, *, resume: bool) -> None:
 
 def read_run_config(workdir: Path) -> Config:
     """The settings of the run in `workdir`. Raises ConfigError where there is none."""
-    path = workdir / "config.json"
+    path = workdir / CLAIM
     if not path.is_file():
         raise ConfigError(f"--workdir={workdir}: {path.name} is missing: name a run's directory")
     return read_config(unflatten(json.loads(path.read_text())))

@@ -20,11 +20,18 @@ from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Model
 from fuse_jax.training import models
 from fuse_jax.training.config_check import check_reward, check_settings
-from fuse_jax.training.context import Run, architectures, check_score_head, unflatten
+from fuse_jax.training.context import (
+    Run,
+    architectures,
+    check_cuts,
+    check_score_head,
+    unflatten,
+)
 from fuse_jax.training.evaluate import summary
 from fuse_jax.training.generation import Generator
 from fuse_jax.training.metrics import RunLog
 from fuse_jax.training.ppo_parts import make_scorer, make_text_rewards, raw_scores
+from fuse_jax.training.same_tokenizer import check_same_tokenizer
 from fuse_jax.training.sample_table import log_samples
 from fuse_jax.training.task import Task, tokenizer_path
 
@@ -50,9 +57,12 @@ def evaluate_files(
     config = read_config(unflatten({"stages": "", **settings}))
     check(config, out)
     archs = architectures(config)
+    mesh = make_mesh(config.mesh)
+    check_cuts(archs, mesh)
     check_score_head(config)
     task = build_prompts(config, say)
-    run = Run(config, out, make_mesh(config.mesh), task, archs, RunLog(out), resume=False, say=say)
+    check_same_tokenizer(config, task.vocabulary, tokenizer_path(config), say)
+    run = Run(config, out, mesh, task, archs, RunLog(out), resume=False, say=say)
     actor = models.initial_actor(run)
     asked = [p for p in task.prompts for _ in range(config.evaluation.samples_per_prompt)]
     generator = Generator(run, greedy=greedy)

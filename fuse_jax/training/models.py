@@ -14,6 +14,7 @@ import jax
 from fuse_jax.data.tokenizer import Vocabulary
 from fuse_jax.models import transformer
 from fuse_jax.models.architecture import Architecture
+from fuse_jax.models.compute_copy import compute_copy
 from fuse_jax.models.hf import load_params, save_params
 from fuse_jax.models.transformer import Params
 from fuse_jax.placement.sharding import parameter_specs
@@ -65,6 +66,14 @@ def initial_reference(run: Run, actor: Params) -> Params:
     """The frozen reference: its own directory, or the actor before PPO."""
     path = run.config.reference.path
     return load(run, "reference", path) if path else actor
+
+
+def frozen(run: Run, params: Params) -> Params:
+    """`params` of a model that is only read from here on: in the compute dtype, bit-equal results.
+
+    Under bfloat16 reference and reward model so take half the memory.
+    """
+    return compute_copy(params, run.dtype)
 
 
 def initial_reward_model(run: Run, actor: Params) -> Params:

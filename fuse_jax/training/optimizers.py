@@ -52,21 +52,19 @@ def decay_mask(params: Any) -> Any:
 def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Learning rate of the update after `count` others, float32.
 
-        lr · min(1, (count + 1) / warmup_steps) · decay((count - warmup) / (total - 1 - warmup))
+        lr · min(1, (count + 1) / warmup) · decay((count - warmup) / (total - 1 - warmup))
 
-    decay falls from 1 to `final_fraction`, which the last of `total_steps` updates gets, along a
-    half cosine or a line, or stays 1. `total_steps` counts optimiser updates, not rollouts.
+    warmup is `warmup_fraction` of `total_steps`, rounded, and never all of them. decay falls from 1
+    to `final_fraction`, which the last of `total_steps` updates gets, along a half cosine or a
+    line, or stays 1. `total_steps` counts optimiser updates, not rollouts.
 
     Raises:
-      ValueError: fewer than one step, or a warm-up that does not end.
+      ValueError: fewer than one step.
     """
-    warmup, final = config.warmup_steps, config.final_fraction
+    final = config.final_fraction
     if total_steps < 1:
         raise ValueError(f"total_steps={total_steps} must be at least 1")
-    if warmup >= total_steps and warmup > 0:
-        raise ValueError(
-            f"warmup_steps={warmup} leaves nothing of the {total_steps} optimiser steps: lower it"
-        )
+    warmup = min(round(config.warmup_fraction * total_steps), total_steps - 1)
 
     def schedule(count: Any) -> Array:
         done = jnp.asarray(count, jnp.float32)

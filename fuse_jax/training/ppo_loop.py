@@ -154,11 +154,15 @@ def update(run: Run, parts: PPOParts, state: PPOState, experience: Experience) -
     config, iteration = run.config.ppo, state.progress.iteration
     count = len(experience.valid)
     warming = iteration < config.critic_warmup
-    stopped = False
+    stopped, empty = False, 0
     collected: list[dict[str, Any]] = []
     for epoch in range(config.epochs):
         order = permutation(count, run.config.seed, ORDER_SEED, iteration, epoch)
         for indices in order.reshape(config.minibatches, -1):
+            if not experience.valid[indices].any():
+                # Nothing to learn from, and Adam's momentum would still move the weights.
+                empty += 1
+                continue
             minibatch = parts.cut(experience, indices, float(state.kl_coef))
             step = parts.critic_step if warming or stopped else parts.step
             state.train, metrics = step(state.train, minibatch)
@@ -167,7 +171,11 @@ def update(run: Run, parts: PPOParts, state: PPOState, experience: Experience) -
                 # Reading the metric waits for the device: only where an early stop is asked for.
                 stopped = stopped or bool(should_stop_early(metrics["approx_kl"], config.target_kl))
     state.progress.early_stops += int(stopped)
-    return {**_summary(collected), "actor_stopped_early": float(stopped)}
+    return {
+        **_summary(collected),
+        "actor_stopped_early": float(stopped),
+        "minibatches_empty": float(empty),
+    }
 
 
 def _summary(collected: list[dict[str, Any]]) -> dict[str, float]:

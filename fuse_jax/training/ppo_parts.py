@@ -208,8 +208,8 @@ def build_parts(
         rewarder=scorer(["scores"]) if uses_model else None,
         checker=scorer(["log_probs"]),
         text_rewards=None if uses_model else make_text_rewards(run, reward_function),
-        reference=models.initial_reference(run, actor),
-        reward_model=reward_model,
+        reference=models.frozen(run, models.initial_reference(run, actor)),
+        reward_model=None if reward_model is None else models.frozen(run, reward_model),
         buckets=training_buckets(
             sequence_lengths(config),
             config.compute.micro_batch_tokens,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from fuse_jax.models.architecture import Architecture
 from fuse_jax.models.heads import scalars
 from fuse_jax.models.transformer import Params, forward
 from fuse_jax.placement.mesh import ROW_AXES, row_shards
-from fuse_jax.placement.sharding import replicated
+from fuse_jax.placement.sharding import batch_sharding, replicated
 from fuse_jax.rl.losses import bradley_terry_loss
 from fuse_jax.training.minibatch import Leaf
 from fuse_jax.training.optimizers import Optimizer
@@ -66,7 +66,12 @@ def cut_pairs(batch: PackedPairs, tokens: int, shards: int = 1) -> tuple[Rows, P
 
 
 def token_scores(
-    params: Params, rows: Rows, *, arch: Architecture, compute: ComputeConfig
+    params: Params,
+    rows: Rows,
+    *,
+    arch: Architecture,
+    compute: ComputeConfig,
+    sharding: Any = None,
 ) -> Array:
     """Score at every token of one group of rows, float32 `[B, T]`; read where sequences end."""
     hidden = forward(
@@ -77,6 +82,7 @@ def token_scores(
         positions=rows.positions,
         dtype=jnp.dtype(compute.dtype),
         remat=compute.remat,
+        rows=sharding,
     )
     return scalars(params, hidden)
 
@@ -105,9 +111,10 @@ def reward_gradient(
     arch: Architecture,
     compute: ComputeConfig,
     score_l2: float,
+    sharding: Any = None,
 ) -> tuple[Params, Metrics]:
     """Float32 gradient of the whole batch's loss, and its metrics."""
-    score = partial(token_scores, arch=arch, compute=compute)
+    score = partial(token_scores, arch=arch, compute=compute, sharding=sharding)
     loss = partial(pair_loss, pairs=pairs, score_l2=score_l2)
     if rows.tokens.shape[0] == 1:
 
@@ -135,14 +142,21 @@ def reward_step(
     compute: ComputeConfig,
     optimizer: Optimizer,
     score_l2: float = 0.01,
+    sharding: Any = None,
 ) -> tuple[TrainState, Metrics]:
     """One update of `state.params['reward_model']` on a batch of pairs.
 
     loss = mean over pairs of -log sigmoid(chosen - rejected - margin) + score_l2 · mean square.
+    `sharding`: of activations over rows (see `forward`).
     Metrics: those of `pair_loss` and of `apply_gradients`.
     """
     gradient, metrics = reward_gradient(
-        state.params["reward_model"], *batch, arch=arch, compute=compute, score_l2=score_l2
+        state.params["reward_model"],
+        *batch,
+        arch=arch,
+        compute=compute,
+        score_l2=score_l2,
+        sharding=sharding,
     )
     state, update_metrics = apply_gradients(
         state, {"reward_model": gradient}, {"reward_model": optimizer}
@@ -159,7 +173,14 @@ def make_reward_step(
     score_l2: float = 0.01,
 ) -> Callable[[TrainState, PackedPairs], tuple[TrainState, Metrics]]:
     """`reward_step` for `mesh`, jitted and donating the state; takes packed pairs of the host."""
-    bound = partial(reward_step, arch=arch, compute=compute, optimizer=optimizer, score_l2=score_l2)
+    bound = partial(
+        reward_step,
+        arch=arch,
+        compute=compute,
+        optimizer=optimizer,
+        score_l2=score_l2,
+        sharding=batch_sharding(mesh),
+    )
     run = CompiledStep(bound, {"reward_model": arch}, mesh)
     shards = row_shards(mesh)
     by_rows, everywhere = NamedSharding(mesh, P(None, ROW_AXES)), replicated(mesh)

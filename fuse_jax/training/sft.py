@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from fuse_jax.models.architecture import Architecture
 from fuse_jax.models.heads import token_statistics
 from fuse_jax.models.transformer import Params, forward
 from fuse_jax.placement.mesh import ROW_AXES, row_shards
+from fuse_jax.placement.sharding import batch_sharding
 from fuse_jax.rl.losses import loss_weights, next_token_loss
 from fuse_jax.training.gradients import accumulate
 from fuse_jax.training.minibatch import BucketBatches, Leaf
@@ -74,6 +75,7 @@ def sft_loss(
     arch: Architecture,
     compute: ComputeConfig,
     valid_vocab: int | None = None,
+    sharding: Any = None,
 ) -> tuple[Array, Metrics]:
     """Cross-entropy of the answers' tokens in one group of rows: its part of the batch's mean."""
     hidden = forward(
@@ -84,6 +86,7 @@ def sft_loss(
         positions=rows.positions,
         dtype=jnp.dtype(compute.dtype),
         remat=compute.remat,
+        rows=sharding,
     )
     statistics = token_statistics(
         params,
@@ -106,12 +109,14 @@ def sft_step(
     compute: ComputeConfig,
     optimizer: Optimizer,
     valid_vocab: int | None = None,
+    sharding: Any = None,
 ) -> tuple[TrainState, Metrics]:
     """One update of `state.params['actor']`; gradients of the groups of rows are added.
 
+    `sharding`: of activations over rows (see `forward`).
     Metrics: loss (mean over the batch's answer tokens, nats) and those of `apply_gradients`.
     """
-    loss = partial(sft_loss, arch=arch, compute=compute, valid_vocab=valid_vocab)
+    loss = partial(sft_loss, arch=arch, compute=compute, valid_vocab=valid_vocab, sharding=sharding)
     everything = BucketBatches(rows, rows.tokens.shape[0])
     gradient, metrics = accumulate(loss, state.params["actor"], (everything,))
     state, update_metrics = apply_gradients(state, {"actor": gradient}, {"actor": optimizer})
@@ -128,7 +133,12 @@ def make_sft_step(
 ) -> Callable[[TrainState, PackedBatch], tuple[TrainState, Metrics]]:
     """`sft_step` for `mesh`, jitted and donating the state; takes packed batches of the host."""
     bound = partial(
-        sft_step, arch=arch, compute=compute, optimizer=optimizer, valid_vocab=valid_vocab
+        sft_step,
+        arch=arch,
+        compute=compute,
+        optimizer=optimizer,
+        valid_vocab=valid_vocab,
+        sharding=batch_sharding(mesh),
     )
     run = CompiledStep(bound, {"actor": arch}, mesh)
     shards = row_shards(mesh)

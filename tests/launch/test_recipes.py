@@ -77,7 +77,10 @@ def test_recipe_runs_with_its_paths_and_says_which_it_lacks(name, chat_model, da
     "changed, message",
     [
         ({"data__prompts": "nowhere.jsonl"}, "data.prompts='nowhere.jsonl': no file at nowhere"),
-        ({"reward_training__optimizer__warmup_steps": 99}, r"reward_training.*warmup_steps=99"),
+        (
+            {"reward_training__optimizer__warmup_fraction": 1.0},
+            r"reward_training.*warmup_fraction=1",
+        ),
         ({"data__held_out": -1}, "data.held_out=-1: must be at least 0"),
         ({"data__task": "countdown"}, "data.held_out=.*: the built-in task has its own split"),
     ],

@@ -17,7 +17,7 @@ def test_constant():
 
 
 def test_warm_up_starts_above_zero_and_ends_at_the_full_rate():
-    assert rates(6, warmup_steps=4) == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5])
+    assert rates(6, warmup_fraction=2 / 3) == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5])
 
 
 def test_the_last_update_gets_the_final_fraction():
@@ -26,7 +26,7 @@ def test_the_last_update_gets_the_final_fraction():
     )
     cosine = rates(5, schedule="cosine", final_fraction=0.2)
     assert cosine == pytest.approx([0.5, 0.4414, 0.3, 0.1586, 0.1], abs=1e-4)
-    warm = rates(6, schedule="linear", final_fraction=0.0, warmup_steps=2)
+    warm = rates(6, schedule="linear", final_fraction=0.0, warmup_fraction=1 / 3)
     assert warm == pytest.approx([0.25, 0.5, 0.5, 1 / 3, 1 / 6, 0.0], abs=1e-6)
 
 
@@ -37,9 +37,16 @@ def test_a_schedule_of_one_step_and_steps_beyond_the_plan():
     assert float(schedule(9)) == pytest.approx(0.0, abs=1e-7)
 
 
+@pytest.mark.parametrize("total", [1, 2, 5, 220])
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.99])
+def test_a_warm_up_scales_with_its_stage_and_always_ends(total, fraction):
+    warm = rates(total, warmup_fraction=fraction)
+    assert warm[-1] == 0.5 and warm[0] > 0
+    rising = sum(rate < 0.5 for rate in warm)
+    assert abs(rising - (fraction * total - 1)) <= 1
+
+
 def test_impossible_schedules_are_refused():
-    with pytest.raises(ValueError, match="warmup_steps=5"):
-        make_schedule(OptimizerConfig(warmup_steps=5), 5)
     with pytest.raises(ValueError, match="total_steps=0"):
         make_schedule(OptimizerConfig(), 0)
 

@@ -32,11 +32,12 @@ class StandIn:
         return state, {"critic_loss": 2.0}
 
 
-def update(parts, iteration=0, **ppo):
+def update(parts, iteration=0, valid=None, **ppo):
     run = SimpleNamespace(config=SimpleNamespace(ppo=PPOConfig(**ppo), seed=5))
     progress = Progress(iteration=iteration)
     state = SimpleNamespace(train=None, kl_coef=np.float32(0.25), progress=progress)
-    values = ppo_loop.update(run, parts, state, SimpleNamespace(valid=np.ones(COUNT, bool)))
+    valid = np.ones(COUNT, bool) if valid is None else valid
+    values = ppo_loop.update(run, parts, state, SimpleNamespace(valid=valid))
     return values, progress
 
 
@@ -78,3 +79,15 @@ def test_metrics_are_means_but_for_maxima_and_counts_of_skipped_updates():
     values, _ = update(StandIn([0.1, 0.3]), minibatches=2)
     assert values["approx_kl"] == pytest.approx(0.2)
     assert values["ratio_max"] == pytest.approx(1.3) and values["actor_skipped"] == 2.0
+
+
+def test_a_minibatch_without_a_valid_sample_moves_nothing_and_is_counted():
+    everything = StandIn()
+    values, _ = update(everything, minibatches=3, valid=np.zeros(COUNT, bool))
+    assert everything.trained == [] and values["minibatches_empty"] == 3
+    parts, valid = StandIn(), np.ones(COUNT, bool)
+    excluded = orders(0)[0][: COUNT // 3]
+    valid[list(excluded)] = False
+    values, _ = update(parts, epochs=1, minibatches=3, valid=valid)
+    assert parts.trained == ["both"] * 2 and values["minibatches_empty"] == 1
+    assert not set(excluded) & {index for cut in parts.cuts for index in cut}

@@ -309,7 +309,8 @@ def test_kill_9_at_ten_random_moments(undisturbed, tmp_path, seed):
     workdir, _ = undisturbed
     script = LAUNCHER.format(here=str(Path(__file__).parent), workdir=str(tmp_path / "run"))
     command = [sys.executable, "-c", script]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    log = (tmp_path / "log").open("w+")  # of all processes: shown where one fails
+    quiet = {"stdout": log, "stderr": log}
     started = time.monotonic()
     subprocess.run([*command[:2], "import fuse_jax.training.run"], check=True)
     imports = time.monotonic() - started
@@ -318,7 +319,8 @@ def test_kill_9_at_ten_random_moments(undisturbed, tmp_path, seed):
     while kills < 10:
         process = subprocess.Popen(command, **quiet)
         try:
-            assert process.wait(timeout=imports + rng.uniform(0, 12)) == 0
+            code = process.wait(timeout=imports + rng.uniform(0, 12))
+            assert code == 0, (tmp_path / "log").read_text()[-2000:]
             break  # it finished between two kills
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
