@@ -158,6 +158,12 @@ class Batcher:
         return len(self.queue) + sum(len(g.members) - g.taken for g in self._groups)
 
     @property
+    def queued(self) -> list[Progress]:
+        """What has no slot yet, in order."""
+        ahead = [member for group in self._groups for member in group.members[group.taken :]]
+        return ahead + list(self.queue)
+
+    @property
     def live(self) -> dict[int, Progress]:
         """Slot -> its unfinished request, as far as has been read back."""
         return {slot: owner for slot, owner in enumerate(self._slots) if owner is not None}
@@ -181,14 +187,7 @@ class Batcher:
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. Raises ValueError for a prompt or a cap that the geometry cannot hold."""
         for request in requests:
-            self.engine.bucket_of(len(request.prompt_tokens))
-            if not 1 <= request.max_new_tokens <= self.engine.rollout.max_new_tokens:
-                raise ValueError(
-                    f"sample {request.sample_id} asks for {request.max_new_tokens} new tokens: "
-                    f"between 1 and rollout.max_new_tokens={self.engine.rollout.max_new_tokens}"
-                )
-            if not 0 <= request.sample_id < 2**31:
-                raise ValueError(f"sample_id={request.sample_id} must lie in [0, 2**31)")
+            check_request(self.engine, request)
             self.queue.append(Progress(request))
 
     def launch(self) -> bool:
@@ -242,8 +241,7 @@ class Batcher:
 
         Rows that were prefilled ahead are dropped; prefilled again they are the same.
         """
-        ahead = [member for group in self._groups for member in group.members[group.taken :]]
-        waiting = ahead + list(self.queue)
+        waiting = self.queued
         self._groups.clear()
         self.queue.clear()
         return waiting
@@ -353,6 +351,18 @@ class Batcher:
         stats.generated_tokens += sum(len(sample.response_tokens) for sample in finished)
         stats.prompt_tokens += sum(len(sample.prompt_tokens) for sample in finished)
         stats.seconds = time.perf_counter() - (self._started or 0.0)
+
+
+def check_request(engine: Engine, request: Request) -> None:
+    """Raises ValueError for a prompt or a cap that the engine's geometry cannot hold."""
+    engine.bucket_of(len(request.prompt_tokens))
+    if not 1 <= request.max_new_tokens <= engine.rollout.max_new_tokens:
+        raise ValueError(
+            f"sample {request.sample_id} asks for {request.max_new_tokens} new tokens: "
+            f"between 1 and rollout.max_new_tokens={engine.rollout.max_new_tokens}"
+        )
+    if not 0 <= request.sample_id < 2**31:
+        raise ValueError(f"sample_id={request.sample_id} must lie in [0, 2**31)")
 
 
 def prefill_arrays(
