@@ -173,7 +173,7 @@ def make_stages(
     def zero_sums(weights: Weights, batch: Any, kl_coef: Array) -> Sums:
         # Shapes only, of one row of the hidden states: nothing runs.
         y = jax.ShapeDtypeStruct((*batch.tokens.shape, arch.hidden_size), dtype)
-        metrics = jax.eval_shape(total, head_of(weights.ends), y, batch, kl_coef)[1]
+        _, metrics = jax.eval_shape(total, head_of(weights.ends), y, batch, kl_coef)
         grads = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
         return Sums(grads, jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), metrics))
 
