@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jaxlib
+from jaxlib import version as jaxlib_version
 
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread")
 
@@ -49,7 +49,7 @@ def library_path(source: Path, directory: Path | None = None) -> Path:
             f"no C++ compiler ({os.environ.get('CXX') or 'g++'}) to build {source.name}: install "
             "g++, or name one in $CXX"
         )
-    parts = (path, _compiler_version(path), *FLAGS, jaxlib.__version__, platform.machine())
+    parts = (path, _compiler_version(path), *FLAGS, jaxlib_version.__version__, platform.machine())
     digest = hashlib.sha256("\n".join(parts).encode() + source.read_bytes()).hexdigest()[:24]
     return (directory or default_directory()) / f"{source.stem}-{digest}.so"
 
