@@ -208,6 +208,31 @@ def test_learning_rate_zero_changes_no_bit(tmp_path):
         assert abs(row["kl"]) < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:the reward function runs in this process")
+@pytest.mark.parametrize(
+    ("sampling", "dtype", "ratio", "drift"),
+    [
+        ({"top_k": 20, "top_p": 0.9, "temperature": 0.7}, "float32", 1e-5, np.inf),
+        pytest.param({"temperature": 1.3}, "bfloat16", 0.1, 0.1, marks=pytest.mark.slow),
+    ],
+)
+def test_learning_rate_zero_keeps_every_ratio_at_one(tmp_path, sampling, dtype, ratio, drift):
+    """Cut sampling: against recomputed log-probs, exactly. bfloat16: closeness is all it promises."""
+    config = tiny()
+    config.stages = "sft,ppo"
+    config.reward.source, config.critic.init = "function", "actor"
+    config.ppo.actor_optimizer.learning_rate = config.ppo.critic_optimizer.learning_rate = 0.0
+    config.ppo.iterations, config.ppo.critic_warmup = 1, 0
+    config.ppo.recompute_log_probs = dtype == "float32"
+    config.rollout.update(sampling)
+    config.compute.dtype = dtype
+    train(config, tmp_path, reward_function=lambda prompt, response, meta: float(len(response)))
+    row = next(row for row in numbers(tmp_path) if row["stage"] == "ppo")
+    assert abs(row["ratio_max"] - 1) < ratio and row["log_ratio_abs_max"] < ratio
+    assert row["log_prob_drift_max"] < drift
+    assert (row["log_prob_drift_max"] > 0.01) == (dtype == "float32")  # a cut moves log-probs
+
+
 def test_stages_run_alone_from_exported_directories(undisturbed, tmp_path):
     workdir, report = undisturbed
     config = tiny()
