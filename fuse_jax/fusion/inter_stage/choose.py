@@ -18,6 +18,7 @@ from fuse_jax.fusion.inter_stage.costs import Costs, Geometry
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.policy import POLICIES, SERIAL, Plan, WayChoice, admission
 from fuse_jax.fusion.inter_stage.simulator import Workload, simulate
+from fuse_jax.fusion.inter_stage.spans import ms_text
 
 SHARES = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)  # R_t / samples
 
@@ -57,12 +58,14 @@ class Predictor:
     def best(self, plans: Iterable[Plan]) -> Plan:
         """The fastest plan, with its prediction; the first of equals.
 
-        All are tried on the first workload, the better quarter on the rest as well.
+        After each workload the slower half falls out, so that those left are told apart by many.
         """
-        plans = list(plans)
-        order = sorted(range(len(plans)), key=lambda i: (self(plans[i], 1), i))
-        left = [plans[i] for i in sorted(order[: max(8, len(plans) // 4)])]
-        best = min(left, key=self)
+        left = list(enumerate(plans))
+        for count in range(1, len(self.workloads)):
+            # Equals so far may differ later: those that migrate earlier more than others.
+            left.sort(key=lambda item: (self(item[1], count), -item[1].threshold, item[0]))
+            left = left[: max(8, len(left) // 2)]
+        best = min(left, key=lambda item: (self(item[1]), item[0]))[1]
         return replace(best, predicted_ms=self(best), serial_ms=self(SERIAL))
 
 
@@ -237,7 +240,7 @@ def _reason(plan: Plan, samples: int) -> str:
     """One sentence on a predicted plan."""
     assert plan.predicted_ms is not None and plan.serial_ms is not None
     if not plan.handoff:
-        return f"serial: nothing was predicted faster than its {plan.serial_ms:,.4g} ms"
+        return f"serial: nothing was predicted faster than its {ms_text(plan.serial_ms)} ms"
     if plan.stream:
         what = "scoring in the gaps, no migration"
     elif plan.threshold:
@@ -246,7 +249,7 @@ def _reason(plan: Plan, samples: int) -> str:
     else:
         what = "hand-off without migration"
     gain = plan.serial_ms / plan.predicted_ms
-    return f"{what}: {plan.predicted_ms:,.4g} ms predicted, {gain:.3f}x serial"
+    return f"{what}: {ms_text(plan.predicted_ms)} ms predicted, {gain:.3f}x serial"
 
 
 def needs_refresh(planned: LengthHistory, recent: LengthHistory, limit: float = 0.1) -> bool:

@@ -63,8 +63,8 @@ def fit_costs(
       decode: chunks.
       prefill: length bucket -> times of one prefill with its insertion. A bucket without times
         takes those of the nearest measured one, in proportion to its length where it is longer.
-      score: column -> for each bucket, times of one batch; a bucket without times as above, by its
-        place. At least one bucket of a column must have been measured.
+      score: column -> for each bucket, times of one batch; a bucket without times takes those of
+        the nearest measured one, for all hold about as many tokens (see `buckets.make_buckets`).
       move: times of moving one group of cache rows; () = free.
       weights: times of bringing the frozen weights to an instance; () = they are always there.
       host: the host's own time between two dispatches; () = none.
@@ -73,9 +73,9 @@ def fit_costs(
     """
     return Costs(
         fit_decode(decode),
-        _filled("prefill", prefill),
+        {key: ms * max(key / near, 1.0) for key, near, ms in _filled("prefill", prefill)},
         {
-            column: tuple(_filled(f"score[{column!r}]", dict(enumerate(times, 1))).values())
+            column: tuple(ms for _, _, ms in _filled(f"score[{column!r}]", dict(enumerate(times))))
             for column, times in score.items()
         },
         move_ms=median(move) if move else 0.0,
@@ -85,16 +85,13 @@ def fit_costs(
     )
 
 
-def _filled(name: str, times: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """Medians by key; a key without times takes the nearest measured one's, scaled up if larger."""
+def _filled(name: str, times: Mapping[int, Sequence[float]]) -> list[tuple[int, int, float]]:
+    """(key, nearest measured key, its median) of every key, ascending."""
     known = {key: median(values) for key, values in times.items() if values}
     if not known:
         raise ValueError(f"{name}: no time was measured, run at least one before fitting")
-    filled = {}
-    for key in sorted(times):
-        near = min(known, key=lambda other: (abs(other - key), other))
-        filled[key] = known[near] * max(key / near, 1.0)
-    return filled
+    nearest = {key: min(known, key=lambda k, key=key: (abs(k - key), k)) for key in sorted(times)}
+    return [(key, near, known[near]) for key, near in nearest.items()]
 
 
 def _spread(values: Sequence[int], points: int) -> list[int]:

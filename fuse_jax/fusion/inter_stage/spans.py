@@ -56,3 +56,8 @@ def figures(spans: Iterable[Span], instances: int) -> Figures:
         busy / (instances * total) if total else 0.0,
         hidden / scored if scored else 0.0,
     )
+
+
+def ms_text(ms: float) -> str:
+    """A time for people: whole ms from 1000 on, else four digits."""
+    return f"{ms:,.0f}" if abs(ms) >= 1000 else f"{ms:.4g}"
