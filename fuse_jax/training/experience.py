@@ -77,6 +77,12 @@ def ragged(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
     return out
 
 
+def trained_tokens(batch: ScoredBatch, xp: Any = np) -> Any:
+    """Bool `[N, R]`: response tokens of the samples that were not excluded; `xp` is numpy or jnp."""
+    inside = xp.arange(batch.log_probs.shape[1]) < batch.response_lengths[:, None]
+    return inside & batch.valid[:, None]
+
+
 def treat_scores(
     scores: Array, truncated: Array, moments: Moments | None, reward: RewardConfig
 ) -> Array:
@@ -106,9 +112,7 @@ def shape(
     KL in the loss, rewards carry no KL cost.
     """
     batch = jax.tree.map(jnp.asarray, batch)
-    width = batch.log_probs.shape[1]
-    mask = (jnp.arange(width) < batch.response_lengths[:, None]) & batch.valid[:, None]
-    mask = mask.astype(jnp.float32)
+    mask = trained_tokens(batch, jnp).astype(jnp.float32)
     scores = treat_scores(batch.scores, batch.truncated, moments, reward)
     scores = jnp.where(batch.valid, scores, 0.0)[permutation]
     if ppo.kl.estimator == "full":
@@ -135,13 +139,11 @@ def shape(
 
 def make_experience(batch: ScoredBatch, shaped: Shaped) -> Experience:
     """What the update reads, on the host."""
-    width = batch.log_probs.shape[1]
-    mask = (np.arange(width) < batch.response_lengths[:, None]) & batch.valid[:, None]
     return Experience(
         tokens=batch.tokens,
         prompt_lengths=batch.prompt_lengths,
         response_lengths=batch.response_lengths,
-        response_mask=mask.astype(np.float32),
+        response_mask=trained_tokens(batch).astype(np.float32),
         log_probs=batch.log_probs,
         ref_log_probs=batch.ref_log_probs,
         values=batch.values,
@@ -155,7 +157,7 @@ def experience_metrics(batch: ScoredBatch, shaped: Shaped) -> dict[str, float]:
     """Of one rollout: raw score, treated reward, KL a response (k1, nats), lengths, exclusions."""
     valid = batch.valid
     lengths = batch.response_lengths
-    mask = (np.arange(batch.log_probs.shape[1]) < lengths[:, None]) & valid[:, None]
+    mask = trained_tokens(batch)
     k1 = np.where(mask, batch.log_probs - batch.ref_log_probs, 0.0)
     explained = _explained_variance(batch.values, np.asarray(shaped.returns), mask)
     return {

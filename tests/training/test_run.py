@@ -217,7 +217,7 @@ def test_learning_rate_zero_changes_no_bit(tmp_path):
     ],
 )
 def test_learning_rate_zero_keeps_every_ratio_at_one(tmp_path, sampling, dtype, ratio, drift):
-    """Cut sampling: against recomputed log-probs, exactly. bfloat16: closeness is all it promises."""
+    """Cut sampling: against recomputed log-probs, exactly. bfloat16 promises closeness only."""
     config = tiny()
     config.stages = "sft,ppo"
     config.reward.source, config.critic.init = "function", "actor"
