@@ -58,6 +58,20 @@ class LengthHistory:
         ends = np.where(left > 0, known[index] if len(known) else 0, ages + share * (cap - ages))
         return float(np.max(np.minimum(ends, cap) - ages))
 
+    def outlasting(self, generated: Sequence[int], more: float, cap: int) -> float:
+        """How many of several responses are expected to draw more than `more` further tokens.
+
+        The sum of P(L > g + more | L > g); where no past response was that long, L is taken to lie
+        anywhere up to the cap.
+        """
+        if not len(generated):
+            return 0.0
+        ages = np.asarray(generated)
+        left = len(self._sorted) - np.searchsorted(self._sorted, ages, side="right")
+        then = len(self._sorted) - np.searchsorted(self._sorted, ages + more, side="right")
+        unknown = np.clip(1 - more / np.maximum(cap - ages, 1), 0.0, 1.0)
+        return float(np.where(left > 0, then / np.maximum(left, 1), unknown).sum())
+
     def drift(self, newer: LengthHistory) -> float:
         """Kolmogorov-Smirnov distance, 0..1, between the two; 1 if just one of them is empty."""
         a, b = self._sorted, newer._sorted

@@ -315,22 +315,43 @@ def expected_end(
     """
     if not view.unfinished:
         return now
-    cap = max(s.cap for s in (*view.live, *view.waiting))
-    last = history.longest_remaining([s.generated for s in (*view.live, *view.waiting)], cap)
+    samples = (*view.live, *view.waiting)
+    last = history.longest_remaining([s.generated for s in samples], samples[0].cap)
     queued = sum(history.remaining(0, s.cap) for s in view.waiting) / geometry.slots
-    contexts = [s.context for s in view.live] or [s.prompt for s in view.waiting]
-    context = (
-        max(contexts) if costs.decode.statistic == "longest" else sum(contexts) / len(contexts)
-    )
-    step = costs.decode(max(len(view.live), 1), context + last / 2)
-    return now + (last + queued) * step
+    return now + (last + queued) * _step_ms(view, last / 2, costs)
 
 
-def may_stream(plan: Plan, ends: Sequence[float], instance: int, batch_ms: float) -> bool:
-    """Whether a generating instance may score a batch of `batch_ms` before its next chunk.
+def outlasting(
+    now: float, view: InstanceView, history: LengthHistory, costs: Costs, horizon: float
+) -> float:
+    """How many samples of an instance are expected to be unfinished at `horizon` (ms).
 
-    Yes if it would still be done before another one is (`ends`, see `expected_end`): the others
-    then hide its delay.
+    `now` is when its device is free to go on decoding. Ask after each chunk, with the latest of all
+    instances' `expected_end` as horizon.
     """
-    others = max((end for i, end in enumerate(ends) if i != instance), default=0.0)
-    return plan.stream and ends[instance] + batch_ms <= others
+    samples = (*view.live, *view.waiting)
+    if not samples:
+        return 0.0
+    steps = max(horizon - now, 0.0) / _step_ms(view, 0.0, costs)
+    return history.outlasting([s.generated for s in samples], steps, samples[0].cap)
+
+
+def _step_ms(view: InstanceView, ahead: float, costs: Costs) -> float:
+    """ms of a decode step of an instance, when it has `ahead` more tokens in its slots."""
+    contexts = [s.context for s in view.live] or [s.prompt for s in view.waiting]
+    longest = costs.decode.statistic == "longest"
+    context = max(contexts) if longest else sum(contexts) / len(contexts)
+    return costs.decode(max(len(view.live), 1), context + ahead)
+
+
+def may_stream(plan: Plan, late: Sequence[float], instance: int) -> bool:
+    """Whether a generating instance may score a batch before its next chunk.
+
+    A batch of t ms makes the whole iteration t ms longer if this instance is the last to finish,
+    and about t / n shorter if it is not, for then it is one batch less to score at the end. So it
+    pays if the chance to be last is below 1 / n; half of that is asked, for the chance is a guess.
+
+    Args:
+      late: `outlasting` of every instance, 0 of those with nothing to generate.
+    """
+    return plan.stream and 2 * len(late) * late[instance] <= sum(late)

@@ -124,7 +124,6 @@ class _Instance:
         self.batches = 0
         self.leaving = False
         self.weights_at: float | None = None
-        self.end = 0.0  # expected, for streaming
 
     @property
     def queued(self) -> int:
@@ -165,6 +164,8 @@ class _World:
         self.number = 0
         self.instances = [_Instance() for _ in range(geometry.instances)]
         self.scorers: set[int] = set()
+        self.ends = [0.0] * geometry.instances  # expected, and of how many samples it would be late
+        self.late = [0.0] * geometry.instances
         self.score_spans: list[tuple[float, float]] = []
 
     # ------------------------------------------------------------------ the clock
@@ -410,10 +411,12 @@ class _World:
     # ------------------------------------------------------------------ scoring
 
     def _expect(self, now: float, index: int) -> None:
-        if self.plan.stream:
-            self.instances[index].end = policy.expected_end(
-                now, self._view(index), self.history, self.geometry, self.costs
-            )
+        """What streaming wants to know of an instance: when it may end, how likely as the last."""
+        if not self.plan.stream:
+            return
+        view, free = self._view(index), max(now, self.instances[index].free_at)
+        self.ends[index] = policy.expected_end(free, view, self.history, self.geometry, self.costs)
+        self.late[index] = policy.outlasting(free, view, self.history, self.costs, max(self.ends))
 
     def _stream(self, now: float, index: int) -> None:
         """A full batch before the next chunk, if others will be later than this instance anyway."""
@@ -425,9 +428,7 @@ class _World:
         picked = policy.next_batch(self.ready, self.geometry, self.costs, part_filled=False)
         if picked is None:
             return
-        column, bucket = picked
-        ms = self.costs.score_ms[column][bucket]
-        if policy.may_stream(self.plan, [i.end for i in self.instances], index, ms):
+        if policy.may_stream(self.plan, self.late, index):
             self._score(now, index, picked)
 
     def _offer(self, now: float) -> None:
@@ -460,7 +461,6 @@ class _World:
         when = self._occupy(
             index, max(earliest, instance.weights_at or 0.0), self.costs.score_ms[column][bucket]
         )
-        instance.end += when[1] - when[0]
         self.score_spans.append(when)
         self._span(index, "score", when, len(samples), column)
         self._at(when[1], self._scored, index, (column, samples))

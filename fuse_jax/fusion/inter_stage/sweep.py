@@ -10,6 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from fuse_jax.fusion.inter_stage.choose import Predictor, keeps, knee_keep, thresholds
 from fuse_jax.fusion.inter_stage.plot import DPI, INK, MUTED, RULE
@@ -122,7 +123,7 @@ def _draw_grid(axis, found: Sweep) -> None:
     if threshold:
         i, j = found.thresholds.index(threshold), found.keeps.index(keep)
         box = {"fill": False, "ec": "#d9541e", "lw": 2.4}
-        axis.add_patch(matplotlib.patches.Rectangle((j - 0.5, i - 0.5), 1, 1, **box))
+        axis.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, **box))
     axis.set_xticks(range(len(found.keeps)), [str(keep) for keep in found.keeps])
     names = [f"{t} ({t / found.samples:.0%})" for t in found.thresholds]
     axis.set_yticks(range(len(names)), names)
