@@ -174,7 +174,7 @@ class _Device:
         size = int(np.prod(shape))
         split = dict(self.layout.pipelines)[name].split
 
-        def run(state: _State, row: Row) -> tuple[_State, Any]:
+        def task(state: _State, row: Row) -> tuple[_State, Any]:
             def slot(pool: Array, number: Array) -> Array:
                 return lax.dynamic_slice(pool, (number, 0), (1, size)).reshape(shape)
 
@@ -183,7 +183,9 @@ class _Device:
                 self.batches[bucket],
             )
             pool, sums = state.pools[name], state.sums[name]
-            message = self.transport.receive(state.run, row, size if kind != "W" else 1, pool.dtype)
+            run, message = self.transport.receive(
+                state.run, row, 1 if kind == "W" else size, pool.dtype
+            )
             if message is not None and kind != "W":
                 into = row.x_slot if kind == "F" else row.g_slot
                 pool = lax.dynamic_update_slice(pool, message[None], (into, 0))
@@ -199,11 +201,11 @@ class _Device:
                     result = functions.backward_input(*of, **ends)
                 else:
                     sums, result = functions.backward(*of, sums, **ends)
-            moved, sent = self.transport.send(state.run, row, result.reshape(-1), self.room)
+            run, sent = self.transport.send(run, row, result.reshape(-1), self.room)
             pools, all_sums = {**state.pools, name: pool}, {**state.sums, name: sums}
-            return _State(pools, all_sums, moved), sent
+            return _State(pools, all_sums, run), sent
 
-        return run
+        return task
 
     def _deliver(self, state: _State, row: Row, arrivals: Any) -> _State:
         """What came at the end of a tick, into the slots that the row names."""

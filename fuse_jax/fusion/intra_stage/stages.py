@@ -205,7 +205,7 @@ def choose(flag: Flag, yes: Callable, no: Callable, *operands: Any) -> Any:
 
 
 def _same(*operands: Any) -> Any:
-    return operands if len(operands) > 1 else operands[0]
+    return operands[0] if len(operands) == 1 else operands
 
 
 def _add(sums: Any, parts: Any) -> Any:

@@ -72,7 +72,7 @@ def slots_needed(
     schedule: Schedule, dealt: Mapping[str, np.ndarray], ticked: bool
 ) -> dict[str, int]:
     """Slots a device needs at most for each model of `schedule`; `dealt` as in `build_tables`."""
-    plan = _Plan(schedule, dealt, ticked)
+    plan = Plan(schedule, dealt, ticked)
     return {name: _deal_slots(plan, name)[1] for name, _ in plan.pipelines}
 
 
@@ -88,7 +88,7 @@ def build_tables(
       ScheduleError: the schedule breaks its problem's rules, or is not one of `layout`.
       SlotsError: it needs more slots than `layout` has.
     """
-    plan = _Plan(schedule.check(), dealt, ticked)
+    plan = Plan(schedule.check(), dealt, ticked)
     if plan.pipelines != layout.pipelines:
         raise ScheduleError(
             f"the program was compiled for {layout.pipelines}, the schedule is one of "
@@ -123,7 +123,7 @@ def build_tables(
 
 def _fill(
     row: Row,
-    plan: _Plan,
+    plan: Plan,
     task: int,
     slot: dict[tuple[str, int, int], int],
     trash: int,
@@ -155,8 +155,13 @@ def _fill(
         pair[device, at] = pair[other, at] = 1
 
 
-class _Plan:
-    """The real tasks of a schedule, the step of each, and who sends to whom."""
+class Plan:
+    """The real tasks of a schedule, the step of each, and who sends to whom.
+
+    pipelines: of the models it trains. orders: each device's task ids. step: of each task id.
+
+    Raises ScheduleError for virtual stages, and if `dealt` is of another size than the schedule.
+    """
 
     def __init__(self, schedule: Schedule, dealt: Mapping[str, np.ndarray], ticked: bool) -> None:
         self.graph: Graph = schedule.graph
@@ -171,7 +176,7 @@ class _Plan:
                     f"schedule has {wanted}"
                 )
         orders = schedule.order.tolist()
-        self._orders = [[task for task in row if self.place(task)[0] >= 0] for row in orders]
+        self.orders = [[task for task in row if self.place(task)[0] >= 0] for row in orders]
         self.step = self._ticks() if ticked else self._positions()
 
     def place(self, task: int) -> tuple[int, int]:
@@ -184,7 +189,7 @@ class _Plan:
     def tasks(self, name: str) -> list[int]:
         """A model's real tasks."""
         model = MODELS.index(name)
-        return [task for row in self._orders for task in row if self.graph.model[task] == model]
+        return [task for row in self.orders for task in row if self.graph.model[task] == model]
 
     def sender(self, task: int) -> int:
         """The task of another device whose result this one waits for, or -1."""
@@ -200,16 +205,16 @@ class _Plan:
         return -1
 
     def _positions(self) -> dict[int, int]:
-        return {task: at for row in self._orders for at, task in enumerate(row)}
+        return {task: at for row in self.orders for at, task in enumerate(row)}
 
     def _ticks(self) -> dict[int, int]:
         """Earliest tick of each task: one task a device and tick, a result usable a tick later."""
         step: dict[int, int] = {}
-        at = [0] * len(self._orders)
+        at = [0] * len(self.orders)
         moved = True
         while moved:
             moved = False
-            for device, row in enumerate(self._orders):
+            for device, row in enumerate(self.orders):
                 while at[device] < len(row):
                     task = row[at[device]]
                     before = int(self.graph.pred[task, 0])
@@ -222,7 +227,7 @@ class _Plan:
         return step
 
 
-def _deal_slots(plan: _Plan, name: str) -> tuple[dict[tuple[str, int, int], int], int]:
+def _deal_slots(plan: Plan, name: str) -> tuple[dict[tuple[str, int, int], int], int]:
     """Slot of every message of a model by ('x' or 'g', device, micro-batch), and how many slots.
 
     A message that arrives in a step is written before the step's task (own steps) or after it

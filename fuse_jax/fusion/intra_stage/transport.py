@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -59,8 +60,8 @@ class Transport(Protocol):
         """Before the first step; `run`."""
         ...
 
-    def receive(self, run: Array, row: Row, size: int, dtype: Any) -> Array | None:
-        """First thing in a task: its message, flat `[size]`; None where it is in its slot."""
+    def receive(self, run: Array, row: Row, size: int, dtype: Any) -> tuple[Array, Array | None]:
+        """First thing in a task: `run`, and its message, flat `[size]`, or None if in its slot."""
         ...
 
     def send(self, run: Array, row: Row, result: Array, room: int) -> tuple[Array, Any]:
@@ -91,12 +92,13 @@ class Mailbox:
     def begin(self) -> Array:
         return mailbox.begin(self.program, *_place())
 
-    def receive(self, run: Array, row: Row, size: int, dtype: Any) -> Array | None:
+    def receive(self, run: Array, row: Row, size: int, dtype: Any) -> tuple[Array, Array | None]:
         device, lane = _place()
-        like = jnp.zeros((size,), dtype)
-        return mailbox.recv(
+        like = jax.ShapeDtypeStruct((size,), dtype)
+        message = mailbox.recv(
             self.program, like, run=run, device=device, lane=lane, task=row.task, tag=row.receive
         )
+        return run, message
 
     def send(self, run: Array, row: Row, result: Array, room: int) -> tuple[Array, Any]:
         del room
@@ -126,17 +128,30 @@ class Mailbox:
         return mailbox.finish(self.program, run=run, device=device, lane=lane)
 
 
+@dataclass(frozen=True)
 class _Ticked:
-    """What the two tick transports share: everything but the exchange."""
+    """What the two tick transports share: everything but the exchange.
 
+    program: notes which task each device is in, for the message about a device that hangs; None
+    where the mailbox cannot be had.
+    """
+
+    devices: int
+    program: mailbox.Program | None = None
     ticked: bool = True
 
     def begin(self) -> Array:
-        return jnp.zeros((), jnp.int32)
+        if self.program is None:
+            return jnp.zeros((), jnp.int32)
+        return mailbox.begin(self.program, *_place())
 
-    def receive(self, run: Array, row: Row, size: int, dtype: Any) -> Array | None:
-        del run, row, size, dtype
-        return None
+    def receive(self, run: Array, row: Row, size: int, dtype: Any) -> tuple[Array, Array | None]:
+        del size, dtype
+        if self.program is not None:
+            device, lane = _place()
+            noted = mailbox.mark(self.program, run=run, device=device, lane=lane, task=row.task)
+            run = run + noted.astype(run.dtype)
+        return run, None
 
     def send(self, run: Array, row: Row, result: Array, room: int) -> tuple[Array, Any]:
         del row
@@ -154,7 +169,6 @@ class _Ticked:
 class Pair(_Ticked):
     """Grouped all-gathers of neighbours that exchange something in this tick."""
 
-    devices: int
     cost_model: CostModel = "rendezvous"
 
     def __post_init__(self) -> None:
@@ -191,7 +205,6 @@ class Pair(_Ticked):
 class Ring(_Ticked):
     """Two permutes a tick, one up and one down, of all devices."""
 
-    devices: int
     cost_model: CostModel = "lockstep"
 
     def exchange(self, row: Row, sent: Any) -> Arrivals | None:
@@ -203,19 +216,22 @@ class Ring(_Ticked):
         return Arrivals(lax.ppermute(sent, "pipe", up), lax.ppermute(sent, "pipe", down))
 
 
-def make_transport(name: TransportName, devices: int, lanes: int = 1) -> Transport:
+def make_transport(
+    name: TransportName, devices: int, lanes: int = 1, *, timeout_s: float = 120.0
+) -> Transport:
     """The transport `name` for one executable over `devices` x `lanes` (data x tensor).
+
+    timeout_s: seconds that the mailbox lets a device wait for another.
 
     Raises ValueError for a name or number of devices it cannot serve, NativeError where the
     mailbox cannot be built.
     """
+    if name not in ("mailbox", "pair", "ring"):
+        raise ValueError(f"transport {name!r} is not one of mailbox, pair, ring")
     if name == "mailbox":
-        return Mailbox(mailbox.Program(devices, lanes))
-    if name == "pair":
-        return Pair(devices)
-    if name == "ring":
-        return Ring(devices)
-    raise ValueError(f"transport {name!r} is not one of mailbox, pair, ring")
+        return Mailbox(mailbox.Program(devices, lanes, timeout_s))
+    noted = mailbox.Program(devices, lanes, timeout_s) if mailbox.available() else None
+    return Pair(devices, noted) if name == "pair" else Ring(devices, noted)
 
 
 def _place() -> tuple[Array, Array]:
