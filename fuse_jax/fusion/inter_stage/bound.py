@@ -6,7 +6,7 @@ import numpy as np
 
 from fuse_jax.buckets import bucket_of
 from fuse_jax.fusion.inter_stage.costs import Costs, Geometry
-from fuse_jax.fusion.inter_stage.simulator import Workload
+from fuse_jax.fusion.inter_stage.workload import Workload
 
 
 def ideal_bound(geometry: Geometry, costs: Costs, workload: Workload) -> float:

@@ -17,10 +17,11 @@ import numpy as np
 from fuse_jax.fusion.inter_stage.costs import Costs, Geometry
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.policy import POLICIES, SERIAL, Plan, WayChoice, admission
-from fuse_jax.fusion.inter_stage.simulator import Workload, simulate
+from fuse_jax.fusion.inter_stage.simulator import simulate
 from fuse_jax.fusion.inter_stage.spans import ms_text
+from fuse_jax.fusion.inter_stage.workload import Workload
 
-SHARES = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)  # R_t / samples
+SHARES = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75)  # R_t / samples
 
 
 class Predictor:

@@ -102,12 +102,10 @@ class DecodeTable:
 
     def saturation(self, slots: int, factor: float = 1.25) -> int:
         """The most live slots, up to `slots`, at which a step takes at most `factor` times as long
-        as with one, at the longest context of the table (RLHFuse's BS_max)."""
-        longest = self.context[-1]
-        limit = factor * self(1, longest)
-        return max(
-            live for live in range(1, slots + 1) if live == 1 or self(live, longest) <= limit
-        )
+        as with one, half-way between the table's contexts (RLHFuse's BS_max)."""
+        middle = (self.context[0] + self.context[-1]) / 2
+        limit = factor * self(1, middle)
+        return max([n for n in range(1, slots + 1) if self(n, middle) <= limit], default=1)
 
 
 @dataclass(frozen=True)

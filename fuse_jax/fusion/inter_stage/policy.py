@@ -211,22 +211,22 @@ def moves_from(
     Raises ValueError: a live sample would find no slot.
     """
     held = {i: views[i].unfinished for i in kept}
-    total = sum(view.unfinished for view in views if view.alive)
-    level = -(-total // len(kept))
+    level = -(-sum(view.unfinished for view in views if view.alive) // len(kept))
     moves: list[Move] = []
-    for samples, live in ((list(views[source].live), True), (list(views[source].waiting), False)):
+    for samples, live in ((views[source].live, True), (views[source].waiting, False)):
         while samples:
             target = min(kept, key=lambda i: (held[i], i))
             room = max(level - held[target], 1)
-            rows = min(room, geometry.prefill_rows, len(samples))
-            group, samples = samples[:rows], samples[rows:]
-            held[target] += rows
+            taken, samples = samples[:room], samples[room:]
+            held[target] += len(taken)
             if live and held[target] > geometry.slots:
                 raise ValueError(
                     f"{held[target]} samples do not fit the {geometry.slots} slots of instance "
                     f"{target}: must_migrate() was not asked, or instances failed since"
                 )
-            moves.append(_move(source, target, group, live, plan, geometry, costs))
+            for first in range(0, len(taken), geometry.prefill_rows):
+                group = taken[first : first + geometry.prefill_rows]
+                moves.append(_move(source, target, group, live, plan, geometry, costs))
     return moves
 
 

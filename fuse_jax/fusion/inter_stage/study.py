@@ -17,9 +17,10 @@ from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable, Geometry
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.plot import plot_timeline
 from fuse_jax.fusion.inter_stage.policy import POLICIES, SERIAL, Plan
-from fuse_jax.fusion.inter_stage.simulator import Outcome, Workload, simulate
+from fuse_jax.fusion.inter_stage.simulator import simulate
 from fuse_jax.fusion.inter_stage.spans import ms_text
 from fuse_jax.fusion.inter_stage.sweep import plot_sweep, sweep, sweep_rows
+from fuse_jax.fusion.inter_stage.workload import Outcome, Workload
 
 COLUMNS = ("ref_log_probs", "values", "scores")
 
