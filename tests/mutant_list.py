@@ -273,8 +273,8 @@ ROLLOUT = [
     Mutant(
         "detached slots go on where they were",
         "fuse_jax/rollout/batcher.py",
-        "self.state = self.engine.release(self.state, index)",
-        "self.engine.release(jax.tree.map(lambda x: x + 0, self.state), index)",
+        "self.state = self.engine.release(self.state, self._slot_index(slots))",
+        "self.engine.release(jax.tree.map(lambda x: x + 0, self.state), self._slot_index(slots))",
         ("tests/rollout/test_batcher.py::test_migrated_samples_are_bit_equal",),
     ),
     Mutant(
