@@ -1,0 +1,197 @@
+"""One instance at work in one iteration: its batcher, its weights, its scoring batches.
+
+Nothing here waits for a device, decides what to do next, or knows of other instances.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+
+from fuse_jax.fusion.inter_stage.instances import Instance
+from fuse_jax.fusion.inter_stage.policy import (
+    CHUNKS_IN_FLIGHT,
+    InstanceView,
+    Unfinished,
+)
+from fuse_jax.fusion.inter_stage.timeline import Timeline
+from fuse_jax.rollout.batcher import Batcher, Progress, RolloutStats
+from fuse_jax.samples import Sample
+from fuse_jax.scoring.columns import ROLES, Model, Role
+from fuse_jax.scoring.scorer import Pending
+
+
+class Unit(NamedTuple):
+    """One column of one scoring batch; `samples` are positions in the run."""
+
+    column: Any
+    bucket: int
+    samples: tuple[int, ...]
+    pending: Pending | None = None
+
+
+class Lane:
+    """See the module. `models` may be anywhere; they are brought in when asked for."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        models: Mapping[Role, Model],
+        seed_key: Any,
+        timeline: Timeline,
+    ) -> None:
+        self.instance, self.index = instance, instance.index
+        self.alive = True
+        self.leaving = False  # its samples move away: nothing more is launched
+        self.streamed = False  # scored a batch since its last chunk
+        self.timeline = timeline
+        self.stats = RolloutStats()
+        self._models, self._seed_key = models, seed_key
+        self._weights: dict[Role, Model] | None = None
+        self._batcher: Batcher | None = None
+        self._units: deque[Unit] = deque()
+
+    # ------------------------------------------------------------------ generation
+
+    @cached_property
+    def _actor(self) -> Any:
+        return self.instance.on_mesh("actor", self._models["actor"]).params
+
+    @property
+    def batcher(self) -> Batcher:
+        """Made when first needed; its cache memory is free while there is nothing to generate."""
+        if self._batcher is None:
+            self._batcher = Batcher(
+                self.instance.engine, self._actor, self._seed_key, watch=self._watch
+            )
+            self._batcher.stats = self.stats
+        return self._batcher
+
+    def _watch(self, kind: str, array: jax.Array, rows: int) -> None:
+        resumed = kind == "resume"
+        name = "prefill" if resumed else ""
+        self.timeline.dispatched(self.index, "move" if resumed else kind, array, rows, name)
+
+    @property
+    def unfinished(self) -> int:
+        """Its samples not finished, as far as chunks have been read."""
+        return 0 if self._batcher is None else self._batcher.unfinished
+
+    @property
+    def in_flight(self) -> int:
+        """Chunks launched and not read."""
+        return 0 if self._batcher is None else self._batcher.launched
+
+    def wants_more(self) -> bool:
+        """Whether it has a free slot and nothing that waits for one."""
+        batcher = self.batcher
+        return not batcher.waiting and len(batcher.live) < self.instance.engine.rollout.slots
+
+    def collect(self) -> list[Sample] | None:
+        """Samples of the oldest chunk, or None if it is not there yet."""
+        if self._batcher is None or not self._batcher.is_ready():
+            return None
+        self.streamed = False
+        return self._batcher.collect()
+
+    def may_launch(self, backlog: int) -> bool:
+        """Whether another chunk can usefully be launched now; `backlog` prompts have no instance.
+
+        While prompts wait for a slot, a chunk is read before the next is launched.
+        """
+        if self.leaving or not self.unfinished:
+            return False
+        depth = 1 if self.batcher.waiting or backlog else CHUNKS_IN_FLIGHT
+        return self.batcher.launched < depth
+
+    def retire(self) -> None:
+        """Give the cache memory back once nothing is left to generate."""
+        if self._batcher is not None and not self._batcher.unfinished and not self.in_flight:
+            self._batcher = None
+
+    def view(self) -> InstanceView:
+        """What a policy may know."""
+        if self._batcher is None:
+            return InstanceView((), (), self.alive)
+        live = tuple(map(_unfinished, self._batcher.live.values()))
+        waiting = tuple(map(_unfinished, self._batcher.queued))
+        return InstanceView(live, waiting, self.alive)
+
+    # ------------------------------------------------------------------ scoring
+
+    @property
+    def roles(self) -> list[Role]:
+        """The models its columns read."""
+        return sorted({role for column in self.instance.scorer.columns for role in ROLES[column]})
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether they are here or on their way; work dispatched after them waits for them."""
+        return self._weights is not None
+
+    def bring_weights(self) -> None:
+        """Start bringing in what scoring reads."""
+        weights = {role: self.instance.on_mesh(role, self._models[role]) for role in self.roles}
+        self._weights = weights
+        last = jax.tree.leaves(weights[self.roles[-1]].params)[-1]
+        self.timeline.dispatched(self.index, "weights", last, len(weights))
+
+    @property
+    def batches(self) -> int:
+        """Scoring batches dispatched and not read."""
+        return len(self._units)
+
+    def score(self, unit: Unit, samples: Sequence[Sample]) -> None:
+        """Dispatch `unit`; `samples` are its samples."""
+        self._units.append(unit)  # first, so that nothing is lost if the dispatch raises
+        assert self._weights is not None
+        scorer = self.instance.scorer
+        batch = scorer.batch(unit.bucket, samples)
+        pending = scorer.dispatch(unit.column, batch, self._weights)
+        self._units[-1] = unit._replace(pending=pending)
+        ids = tuple(sample.sample_id for sample in samples)
+        self.timeline.dispatched(
+            self.index, "score", pending.arrays[-1], len(samples), unit.column, ids
+        )
+
+    def next_scored(self) -> Unit | None:
+        """The oldest scoring batch if it is there; `scored` takes it off."""
+        unit = self._units[0] if self._units else None
+        ready = unit is not None and unit.pending is not None and unit.pending.is_ready()
+        return unit if ready else None
+
+    def scored(self) -> None:
+        """The oldest scoring batch has been read."""
+        self._units.popleft()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is in flight."""
+        return bool(self._units or self.in_flight)
+
+    # ------------------------------------------------------------------ failure
+
+    def abandon(self) -> tuple[list[Progress], list[Unit]]:
+        """It failed: what it had not finished, and the scoring batches that nobody read."""
+        self.alive, self.leaving = False, False
+        units, self._units = list(self._units), deque()
+        unfinished: list[Progress] = []
+        if self._batcher is not None:
+            unfinished = [*self._batcher.live.values(), *self._batcher.withdraw()]
+            self._batcher = None
+        self.timeline.drop(self.index)
+        return unfinished, units
+
+
+def _unfinished(progress: Progress) -> Unfinished:
+    request = progress.request
+    return Unfinished(
+        request.sample_id,
+        len(request.prompt_tokens),
+        len(progress.tokens),
+        request.max_new_tokens,
+    )

@@ -1,0 +1,66 @@
+"""Which column of which sample is due, dispatched or done: the table hand-off works from."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+GENERATING, DUE, DISPATCHED, DONE = range(4)
+
+
+class Readiness:
+    """A state for every (sample, column), and the due ones in order of arrival.
+
+    Samples are rows, by their position in the run. A sample's bucket is known once it is finished.
+    Every change checks the state it starts from, so nothing is scored twice or lost unnoticed.
+    """
+
+    def __init__(self, samples: int, columns: Sequence[str], buckets: int) -> None:
+        self.columns = tuple(columns)
+        self.states = np.full((samples, len(columns)), GENERATING, np.int8)
+        self._due: dict[str, list[deque[int]]] = {
+            column: [deque() for _ in range(buckets)] for column in columns
+        }
+
+    @property
+    def done(self) -> bool:
+        """Whether every column of every sample is there."""
+        return bool((self.states == DONE).all())
+
+    def finish(self, sample: int, bucket: int) -> None:
+        """A sample is generated: all its columns are due."""
+        self._move([sample], slice(None), GENERATING, DUE)
+        for column in self.columns:
+            self._due[column][bucket].append(sample)
+
+    def due(self) -> dict[str, list[int]]:
+        """Column -> how many samples of each bucket are due."""
+        return {column: [len(queue) for queue in self._due[column]] for column in self.columns}
+
+    def take(self, column: str, bucket: int, rows: int) -> tuple[int, ...]:
+        """The first `rows` samples due there (or all there are): they are dispatched now."""
+        queue = self._due[column][bucket]
+        taken = tuple(queue.popleft() for _ in range(min(rows, len(queue))))
+        self._move(taken, self.columns.index(column), DUE, DISPATCHED)
+        return taken
+
+    def give_back(self, column: str, bucket: int, samples: Sequence[int]) -> None:
+        """What `take` gave could not be scored: due again, before all others."""
+        self._move(samples, self.columns.index(column), DISPATCHED, DUE)
+        self._due[column][bucket].extendleft(reversed(samples))
+
+    def complete(self, column: str, samples: Sequence[int]) -> None:
+        """Their column is there."""
+        self._move(samples, self.columns.index(column), DISPATCHED, DONE)
+
+    def _move(self, samples: Sequence[int], columns: int | slice, before: int, after: int) -> None:
+        rows = list(samples)
+        if (self.states[rows, columns] != before).any():
+            names = ("generating", "due", "dispatched", "done")
+            raise RuntimeError(
+                f"samples {rows} should be {names[before]} before they are {names[after]}, but "
+                f"their states are {self.states[rows].tolist()}"
+            )
+        self.states[rows, columns] = after

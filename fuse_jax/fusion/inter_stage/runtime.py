@@ -1,0 +1,435 @@
+"""The controller of inter-stage fusion: it drives all instances and waits for none of them.
+
+One loop in one thread looks at every instance in turn, takes what has become ready, and dispatches
+what is due: chunks, moves, weights, scoring batches. What to do is decided by `policy`, which the
+simulator asks too (RLHFuse, arXiv 2409.13221 §4); this module only carries it out.
+
+An instance whose step raises is given up: its samples start again from their prompts on the others,
+where they come out the same, because a sample's randomness is its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from absl import logging
+
+from fuse_jax.fusion.inter_stage import migration, policy
+from fuse_jax.fusion.inter_stage.costs import Costs
+from fuse_jax.fusion.inter_stage.instances import Instance, geometry_of
+from fuse_jax.fusion.inter_stage.lane import Lane, Unit
+from fuse_jax.fusion.inter_stage.lengths import LengthHistory
+from fuse_jax.fusion.inter_stage.policy import Plan
+from fuse_jax.fusion.inter_stage.readiness import Readiness
+from fuse_jax.fusion.inter_stage.timeline import Timeline
+from fuse_jax.rollout.batcher import Progress, Request, RolloutStats, check_request
+from fuse_jax.samples import Sample
+from fuse_jax.scoring.columns import Model, Role, Scored
+from fuse_jax.scoring.reward_function import RewardResult
+from fuse_jax.scoring.sample_rewards import TextRewards
+
+POLL_SECONDS = 2e-4  # between two looks at the devices when nothing has changed
+T = TypeVar("T")
+
+
+@dataclass
+class Counts:
+    """What happened in one iteration.
+
+    `migrated` live samples moved; `rerun` samples started again after their instance failed;
+    `failed` instances given up; `batches` scoring batches, with `padding_rows` in all;
+    `scheduler_s` CPU-seconds of the controller apart from what it dispatches and reads.
+    """
+
+    migrated: int = 0
+    rerun: int = 0
+    failed: int = 0
+    batches: int = 0
+    padding_rows: int = 0
+    scheduler_s: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """One scored sample a request, in the order of the requests.
+
+    `rewards` are those of the reward function, None without one. `rollout` has the counts of each
+    instance. `generation_ms`: when the last sample was read; `total_ms`: when everything was there.
+    """
+
+    samples: list[Sample]
+    scored: list[Scored]
+    rewards: list[RewardResult] | None
+    rollout: list[RolloutStats]
+    timeline: Timeline
+    counts: Counts
+    generation_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+@dataclass
+class Job:
+    """What an iteration is to do.
+
+    `models` are those that generation ("actor") and the instances' columns read, on any devices or
+    on the host. `predicted` response lengths, one a request, spread the load; () = all alike.
+    """
+
+    requests: Sequence[Request]
+    models: Mapping[Role, Model]
+    seed_key: Any
+    plan: Plan
+    costs: Costs
+    history: LengthHistory = field(default_factory=LengthHistory)
+    predicted: Sequence[float] = ()
+    text_rewards: TextRewards | None = None
+
+
+def run(instances: Sequence[Instance], job: Job) -> Outcome:
+    """Generate and score every request of `job`.
+
+    Raises:
+      ValueError: two requests with one sample id, or one that the geometry cannot hold.
+      RuntimeError: every instance failed; the first failure is its cause.
+    """
+    return Controller(instances, job).run()
+
+
+class Controller:
+    """See the module. Made for one `run`."""
+
+    def __init__(self, instances: Sequence[Instance], job: Job) -> None:
+        self.job, self.plan = job, job.plan
+        self.geometry = geometry_of(instances)
+        job.costs.check(self.geometry)
+        requests = job.requests
+        self.position = {request.sample_id: i for i, request in enumerate(requests)}
+        if len(self.position) != len(requests):
+            raise ValueError("two requests have the same sample id")
+        for request in requests:  # here, where it is the caller's error and no instance's
+            check_request(instances[0].engine, request)
+        self.timeline = Timeline(len(instances))
+        self.lanes = [Lane(one, job.models, job.seed_key, self.timeline) for one in instances]
+        buckets = len(self.geometry.buckets)
+        self.table = Readiness(len(requests), self.geometry.columns, buckets)
+        self.samples: list[Sample | None] = [None] * len(requests)
+        self.scored = [Scored() for _ in requests]
+        self.rewards: dict[int, RewardResult] = {}
+        self.unasked: list[Sample] = []  # finished, but no reward asked for yet
+        self.counts = Counts()
+        self.backlog: deque[Request] = deque()
+        self.unfinished = len(requests)
+        self.kept: tuple[int, ...] | None = None  # None: not migrated yet
+        self.ends = [0.0] * len(instances)  # for streaming: expected ms of each instance's end
+        self.late = [0.0] * len(instances)  # and its samples expected to outlast all instances
+        self._cause: Exception | None = None
+        self._handed_s = 0.0
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> Outcome:
+        """Until every sample has every column, and its reward where a function gives it."""
+        began = time.thread_time()
+        self._assign()
+        while not self._complete():
+            if not self._turn():
+                self._check_going_on()
+                time.sleep(POLL_SECONDS)
+        total = self.timeline.now()
+        self.timeline.wait()
+        self.counts.scheduler_s = time.thread_time() - began - self._handed_s
+        samples = [sample for sample in self.samples if sample is not None]
+        return Outcome(
+            samples=samples,
+            scored=self.scored,
+            rewards=self._rewards_in_order(samples),
+            rollout=[lane.stats for lane in self.lanes],
+            timeline=self.timeline,
+            counts=self.counts,
+            generation_ms=max((one.at for one in self.timeline.finishes), default=0.0),
+            total_ms=total,
+        )
+
+    def _complete(self) -> bool:
+        if self.unfinished or not self.table.done:
+            return False
+        return self.job.text_rewards is None or len(self.rewards) == len(self.samples)
+
+    def _turn(self) -> bool:
+        """One look at everything; whether anything had changed."""
+        self.timeline.settle()
+        changed = False
+        for lane in self._alive():
+            changed |= self._read_chunk(lane)
+            changed |= self._read_scores(lane)
+        changed |= self._poll_rewards()
+        self._migrate()
+        for lane in self._alive():
+            if lane.leaving and not lane.in_flight:
+                changed |= self._depart(lane)
+        for lane in self._alive():
+            changed |= self._launch(lane)
+            self._weights(lane)
+        changed |= self._offer()
+        return changed
+
+    def _alive(self) -> list[Lane]:
+        return [lane for lane in self.lanes if lane.alive]
+
+    def _check_going_on(self) -> None:
+        """A controller that waits for nothing would wait for ever."""
+        waits = len(self.rewards) < len(self.samples) and not self.unasked and not self.unfinished
+        if any(lane.busy for lane in self.lanes) or (waits and self.job.text_rewards):
+            return
+        raise RuntimeError(
+            f"nothing is in flight, but {self.unfinished} samples are unfinished and "
+            f"{self.table.due()} columns are due: the plan {self.plan} cannot go on"
+        )
+
+    # ------------------------------------------------------------------ generation
+
+    def _assign(self) -> None:
+        requests = self.job.requests
+        predicted = self.job.predicted or [1.0] * len(requests)
+        shares, backlog = policy.assign(predicted, len(self.lanes), self.geometry.slots)
+        self.backlog.extend(requests[i] for i in backlog)
+        for lane, share in zip(self.lanes, shares, strict=True):
+            if share:
+                self._submit(lane, [requests[i] for i in share])
+        for lane in self.lanes:
+            self._expect(lane)
+
+    def _read_chunk(self, lane: Lane) -> bool:
+        finished = self._attempt(lane, lane.collect)
+        if finished is None:
+            return False
+        for sample in finished:
+            self._finish(sample, lane)
+        self._expect(lane)
+        lane.retire()
+        return True
+
+    def _finish(self, sample: Sample, lane: Lane) -> None:
+        """A sample is generated: its columns are due now, and so is its reward."""
+        position = self.position[sample.sample_id]
+        self.timeline.finished(sample.sample_id, lane.index)
+        self.table.finish(position, lane.instance.scorer.bucket_of(sample))
+        self.samples[position] = sample
+        self.unfinished -= 1
+        self.unasked.append(sample)
+        if self.job.text_rewards is None:
+            self.unasked.clear()
+        elif self.plan.handoff or not self.unfinished:
+            began = time.thread_time()
+            self.job.text_rewards.submit(self.unasked)
+            self._handed_s += time.thread_time() - began
+            self.unasked.clear()
+
+    def _launch(self, lane: Lane) -> bool:
+        """Keep an instance that generates supplied with prompts and chunks."""
+        if self.backlog and not lane.leaving and lane.wants_more():
+            rows = min(self.geometry.prefill_rows, len(self.backlog))
+            taken = [self.backlog.popleft() for _ in range(rows)]
+            if not self._done(lane, lambda: lane.batcher.submit(taken)):
+                self.backlog.extendleft(reversed(taken))
+        launched = False
+        while lane.alive and lane.may_launch(len(self.backlog)):
+            self._stream(lane)
+            if not self._attempt(lane, lane.batcher.launch):
+                break
+            launched = True
+        return launched
+
+    # ------------------------------------------------------------------ migration
+
+    def _migrate(self) -> None:
+        """Decide the one migration of the iteration once it is due."""
+        if self.kept is not None or self.unfinished > self.plan.threshold:
+            return
+        generating = [lane for lane in self._alive() if lane.unfinished]
+        due = policy.must_migrate(
+            self.plan, self.geometry, self.unfinished, len(generating), len(self.backlog)
+        )
+        if due:
+            self.kept = policy.choose_kept(self.plan, self._views(), self.job.history)
+            for lane in generating:
+                lane.leaving = lane.index not in self.kept
+
+    def _depart(self, source: Lane) -> bool:
+        """All chunks of a leaving instance are read: its samples move to the kept ones."""
+        source.leaving = False
+        kept = [index for index in self.kept or () if self.lanes[index].alive]
+        if not kept or not source.unfinished:
+            return True
+        try:
+            moves = policy.moves_from(
+                source.index,
+                self._views(),
+                kept,
+                plan=self.plan,
+                geometry=self.geometry,
+                costs=self.job.costs,
+            )
+        except ValueError as error:  # after a failure there may be too few slots: it stays
+            logging.warning("instance %d keeps its samples: %s", source.index, error)
+            return True
+        for move in moves:
+            self._move(source, move)
+        source.retire()
+        return True
+
+    def _move(self, source: Lane, move: policy.Move) -> None:
+        target = self.lanes[move.destination]
+        if not source.alive or not target.alive:
+            return  # its failure has dealt with the samples; or they stay where they are
+        taken = self._attempt(source, lambda: migration.take(source, move))
+        if taken is None:
+            return
+        rows, samples = taken
+        if not self._done(target, lambda: migration.give(target, move, rows, samples)):
+            self._restart(samples)
+        elif move.way is not None:
+            self.counts.migrated += len(samples)
+
+    def _views(self) -> list[policy.InstanceView]:
+        return [lane.view() for lane in self.lanes]
+
+    # ------------------------------------------------------------------ scoring
+
+    def _weights(self, lane: Lane) -> None:
+        state = (lane.unfinished, self.unfinished, len(self.backlog))
+        if not lane.has_weights and policy.bring_weights(self.plan, self.job.costs, *state):
+            self._attempt(lane, lane.bring_weights)
+
+    def _offer(self) -> bool:
+        """Batches to instances that may score, the least supplied first."""
+        offered = False
+        for depth in range(policy.BATCHES_IN_FLIGHT):
+            for lane in self._alive():
+                state = (lane.unfinished, self.unfinished, len(self.backlog))
+                if lane.batches != depth or not policy.may_score(self.plan, *state):
+                    continue
+                picked = self._next_batch(part_filled=depth == 0)
+                if picked is None:
+                    break
+                self._score(lane, *picked)
+                offered = True
+        return offered
+
+    def _next_batch(self, *, part_filled: bool) -> tuple[str, int] | None:
+        return policy.next_batch(
+            self.table.due(), self.geometry, self.job.costs, part_filled=part_filled
+        )
+
+    def _stream(self, lane: Lane) -> None:
+        """A full batch before the next chunk, if others will be later than this instance anyway."""
+        if not self.plan.stream or lane.batches or not lane.has_weights:
+            return
+        picked = self._next_batch(part_filled=False)
+        if picked is None:
+            return
+        if policy.may_stream(self.plan, self.late, lane.index):
+            self._score(lane, *picked)
+
+    def _score(self, lane: Lane, column: str, bucket: int) -> None:
+        rows = self.geometry.buckets[bucket].rows
+        positions = self.table.take(column, bucket, rows)
+        samples = [sample for i in positions if (sample := self.samples[i]) is not None]
+        unit = Unit(column, bucket, positions)
+        self.counts.batches += 1
+        self.counts.padding_rows += rows - len(positions)
+        self._attempt(lane, lambda: lane.score(unit, samples))
+
+    def _read_scores(self, lane: Lane) -> bool:
+        unit = lane.next_scored() if lane.alive else None
+        if unit is None or unit.pending is None:
+            return False
+        pending = unit.pending
+        found = [Scored() for _ in unit.samples]  # not the real ones: reading may fail half-way
+        if not self._done(lane, lambda: pending.write(found)):
+            return True
+        for position, one in zip(unit.samples, found, strict=True):
+            for name, value in vars(one).items():
+                if value is not None:
+                    setattr(self.scored[position], name, value)
+        self.table.complete(unit.column, unit.samples)
+        lane.scored()
+        return True
+
+    def _expect(self, lane: Lane) -> None:
+        """What streaming wants to know of an instance: when it may end, how likely as the last."""
+        if not self.plan.stream:
+            return
+        view, now, index = lane.view(), self.timeline.now(), lane.index
+        history, costs = self.job.history, self.job.costs
+        self.ends[index] = policy.expected_end(now, view, history, self.geometry, costs)
+        self.late[index] = policy.outlasting(now, view, history, costs, max(self.ends))
+
+    # ------------------------------------------------------------------ rewards
+
+    def _poll_rewards(self) -> bool:
+        if self.job.text_rewards is None:
+            return False
+        came = self.job.text_rewards.function.poll()
+        for sample_id, result in came.items():
+            self.rewards[self.position[sample_id]] = result  # type: ignore[index]
+        return bool(came)
+
+    def _rewards_in_order(self, samples: Sequence[Sample]) -> list[RewardResult] | None:
+        if self.job.text_rewards is None:
+            return None
+        return [self.rewards[position] for position in range(len(samples))]
+
+    # ------------------------------------------------------------------ failure
+
+    def _attempt(self, lane: Lane, step: Callable[[], T]) -> T | None:
+        """`step()` of `lane`; if it raises, the instance is given up and the result is None."""
+        began = time.thread_time()
+        try:
+            return step()
+        except Exception as error:  # what a broken device raises is of no one kind
+            self._give_up(lane, error)
+            return None
+        finally:
+            self._handed_s += time.thread_time() - began
+
+    def _done(self, lane: Lane, step: Callable[[], None]) -> bool:
+        """`_attempt` of a step without a result: whether it worked."""
+        return self._attempt(lane, lambda: (step(),)) is not None
+
+    def _give_up(self, lane: Lane, error: Exception) -> None:
+        logging.exception("instance %d failed and is given up", lane.index)
+        self._cause = self._cause or error
+        self.counts.failed += 1
+        unfinished, units = lane.abandon()
+        for unit in units:
+            self.table.give_back(unit.column, unit.bucket, unit.samples)
+        if not self._alive():
+            raise RuntimeError(
+                f"all {len(self.lanes)} instances failed, with {self.unfinished} samples unfinished"
+            ) from self._cause
+        self.ends[lane.index] = self.late[lane.index] = 0.0
+        self._restart(unfinished)
+
+    def _restart(self, lost: Sequence[Progress]) -> None:
+        """Samples of a failed instance start again on the least loaded of the others."""
+        self.counts.rerun += len(lost)
+        history = self.job.history
+        open_ = [lane for lane in self._alive() if not lane.leaving] or self._alive()
+        loads = [
+            policy.remaining_work(lane.view(), history) if lane in open_ else float("inf")
+            for lane in self.lanes
+        ]
+        expected = [history.remaining(0, one.request.max_new_tokens) for one in lost]
+        targets = policy.dispatch(expected, len(self.lanes), loads)
+        for one, target in zip(lost, targets, strict=True):
+            self._submit(self.lanes[target], [one.request])
+
+    def _submit(self, lane: Lane, requests: list[Request]) -> None:
+        """Queue requests on `lane`; if it fails, on another."""
+        if not lane.alive or not self._done(lane, lambda: lane.batcher.submit(requests)):
+            self._restart([Progress(request) for request in requests])
