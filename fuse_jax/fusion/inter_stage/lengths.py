@@ -59,16 +59,16 @@ class LengthHistory:
         return float(np.max(np.minimum(ends, cap) - ages))
 
     def outlasting(self, generated: Sequence[int], more: float, cap: int) -> float:
-        """How many of several responses are expected to draw more than `more` further tokens.
+        """How many of several responses are expected to draw `more` further tokens, or beyond.
 
-        The sum of P(L > g + more | L > g); where no past response was that long, L is taken to lie
-        anywhere up to the cap.
+        The sum of P(L >= g + more | L > g), to half a token; where no past response was that long,
+        L is taken to lie anywhere up to the cap.
         """
         if not len(generated):
             return 0.0
         ages = np.asarray(generated)
         left = len(self._sorted) - np.searchsorted(self._sorted, ages, side="right")
-        then = len(self._sorted) - np.searchsorted(self._sorted, ages + more, side="right")
+        then = len(self._sorted) - np.searchsorted(self._sorted, ages + max(more - 0.5, 0.5))
         unknown = np.clip(1 - more / np.maximum(cap - ages, 1), 0.0, 1.0)
         return float(np.where(left > 0, then / np.maximum(left, 1), unknown).sum())
 

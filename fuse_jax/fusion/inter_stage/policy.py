@@ -354,4 +354,4 @@ def may_stream(plan: Plan, late: Sequence[float], instance: int) -> bool:
     Args:
       late: `outlasting` of every instance, 0 of those with nothing to generate.
     """
-    return plan.stream and 2 * len(late) * late[instance] <= sum(late)
+    return plan.stream and sum(late) > 0 and 2 * len(late) * late[instance] <= sum(late)

@@ -204,6 +204,7 @@ def test_streaming_is_for_those_unlikely_to_be_last():
     # Chances 1/8, 3/8 and 1/2 of being last; 1/6 is the limit for three.
     assert [policy.may_stream(plan, [1, 3, 4], i) for i in range(3)] == [True, False, False]
     assert not policy.may_stream(Plan("fixed"), [1, 3, 4], 0)
+    assert not policy.may_stream(plan, [0, 0, 0], 0)  # nothing known
 
 
 def test_expected_end_and_who_outlasts_it():
@@ -213,7 +214,8 @@ def test_expected_end_and_who_outlasts_it():
     assert policy.expected_end(10.0, view, history, GEOMETRY, COSTS) == 14.0
     assert policy.expected_end(10.0, InstanceView(()), history, GEOMETRY, COSTS) == 10.0
     assert policy.outlasting(10.0, view, history, COSTS, horizon=13.0) == 0.5
-    assert policy.outlasting(10.0, view, history, COSTS, horizon=14.0) == 0.0
+    assert policy.outlasting(10.0, view, history, COSTS, horizon=14.0) == 0.5
+    assert policy.outlasting(10.0, view, history, COSTS, horizon=15.0) == 0.0
     assert policy.outlasting(10.0, InstanceView(()), history, COSTS, horizon=12.0) == 0.0
     # Waiting prompts take slots first: expected 5 tokens each, over 4 slots.
     later = InstanceView(samples(0, [4]), samples(1, [0]))
