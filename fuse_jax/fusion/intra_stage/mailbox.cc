@@ -113,8 +113,7 @@ int32_t Culprit(Program& p, int32_t noticed) {
   return found;
 }
 
-void Abort(Program& p, int32_t noticed, const std::string& reason) {
-  int32_t culprit = Culprit(p, noticed);
+void Blame(Program& p, int32_t culprit, const std::string& reason) {
   int32_t task = -1;
   {
     std::lock_guard<std::mutex> lock(p.slots[culprit].mutex);
@@ -131,6 +130,10 @@ void Abort(Program& p, int32_t noticed, const std::string& reason) {
     { std::lock_guard<std::mutex> lock(slot.mutex); }
     slot.changed.notify_all();
   }
+}
+
+void Abort(Program& p, int32_t noticed, const std::string& reason) {
+  Blame(p, Culprit(p, noticed), reason);
 }
 
 uint64_t Key(int32_t run, int32_t tag) {
@@ -339,7 +342,7 @@ void mailbox_create(int64_t id, int32_t devices, int32_t lanes, double timeout) 
   programs[id] = std::make_unique<Program>(devices, lanes, timeout);
 }
 
-void mailbox_abort(int64_t id, int32_t slot, const char* reason) { Abort(*Find(id), slot, reason); }
+void mailbox_blame(int64_t id, int32_t slot, const char* reason) { Blame(*Find(id), slot, reason); }
 
 // Slot and task to blame and the reason (cut to `size` bytes); 0 if nothing failed.
 int32_t mailbox_failure(int64_t id, int32_t* slot, int32_t* task, char* reason, int64_t size) {

@@ -89,7 +89,7 @@ def _library() -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     arguments = {
         "mailbox_create": (i64, i32, i32, f64),
-        "mailbox_abort": (i64, i32, ctypes.c_char_p),
+        "mailbox_blame": (i64, i32, ctypes.c_char_p),
         "mailbox_failure": (i64, pointer, pointer, pointer, i64),
         "mailbox_progress": (i64, pointer, pointer, pointer),
         "mailbox_drain": (i64,),
@@ -132,9 +132,9 @@ class Program:
         device, lane = divmod(slot.value, self.lanes)
         return Failure(device, lane, task.value, text.value.decode())
 
-    def abort(self, reason: str, *, device: int = 0, lane: int = 0) -> None:
-        """Give the run up: every wait ends in an error. `device`: to blame if none is at work."""
-        _library().mailbox_abort(self.id, device * self.lanes + lane, reason.encode())
+    def blame(self, device: int, lane: int, reason: str) -> None:
+        """Give the run up for what that device's last task did: every wait ends in an error."""
+        _library().mailbox_blame(self.id, device * self.lanes + lane, reason.encode())
 
     def progress(self) -> list[Progress]:
         """Where every device is."""

@@ -181,7 +181,7 @@ def test_the_host_ends_a_wait():
     while not broken.is_ready():
         time.sleep(0.01)
     started = time.monotonic()
-    program.abort("its step failed")
+    program.blame(2, 0, "its step failed")
     assert all(settle(out)) and time.monotonic() - started < 5.0
     assert program.failure() == (2, 0, 6, "its step failed")
     with pytest.raises(jax.errors.JaxRuntimeError, match="its step failed"):

@@ -1,0 +1,197 @@
+"""A step that has been dispatched: waiting for its end, and naming the task in which it failed.
+
+Devices of a pipeline wait for each other, so one that fails or hangs stops all. What can be done
+then depends on the transport: with the mailbox and with dispatch the step ends in an error, every
+device is free again and the next step works. A collective cannot be left once it is entered: the
+process ends (exit status 70), and a training run goes on from its last save with --resume.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import jax
+
+from fuse_jax.fusion.intra_stage import mailbox
+from fuse_jax.fusion.intra_stage.schedule import Schedule, Task, task_of
+
+POLL_S = 0.0005
+EXIT_STATUS = 70  # EX_SOFTWARE
+
+
+class StepError(RuntimeError):
+    """A step that did not end well. `device`: where; `task`: the one that failed or hung there, if
+    it is known.
+    """
+
+    def __init__(self, device: int, task: Task | None, reason: str) -> None:
+        self.device, self.task = device, task
+        where = f"in {task}" if task else f"on device {device}, before its first task"
+        super().__init__(f"the pipeline's step failed {where}: {reason}")
+
+
+class Flight(Protocol):
+    """One dispatched step."""
+
+    def wait(self) -> None:
+        """Return when all devices have ended it. Raises StepError."""
+        ...
+
+
+class Started(NamedTuple):
+    """A task that the host has dispatched, and an array that is there when it has run."""
+
+    task: int
+    token: jax.Array
+
+
+@dataclass
+class DispatchFlight:
+    """Tasks in the order of their dispatch: each comes after all that it needs."""
+
+    schedule: Schedule
+    started: list[Started]
+    timeout_s: float
+
+    def wait(self) -> None:
+        """See Flight. A failed task spoils those that need it: the first in order is to blame."""
+        for task, token in self.started:
+            if not ready_within(token, self.timeout_s):
+                self._fail(task, f"no end after {self.timeout_s:g} s")
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                self._fail(task, first_line(error))
+        self.started.clear()
+
+    def _fail(self, task: int, reason: str) -> NoReturn:
+        """Let what was dispatched run out, so that the next step finds idle devices."""
+        name = task_of(self.schedule.graph, task)
+        for _, token in self.started:
+            if not ready_within(token, self.timeout_s):
+                raise mailbox.DrainError(f"{name} does not come back: end this process")
+        self.started.clear()
+        raise StepError(name.device, name, reason)
+
+
+@dataclass
+class MailboxFlight:
+    """outputs: an array of the step that has a part on every device of the mesh."""
+
+    schedule: Schedule
+    outputs: jax.Array
+    program: mailbox.Program
+
+    def wait(self) -> None:
+        """See Flight. A hung device is noticed by those that wait for it (the program's timeout)."""
+
+        def stop_others(place: int, error: Exception) -> None:
+            device, lane = divmod(place, self.program.lanes)
+            self.program.blame(device, lane, first_line(error))
+
+        errors = settle(self.outputs, stop_others)
+        if not errors:
+            return
+        failure = self.program.failure()
+        self.program.drain()
+        assert failure is not None  # set by whoever stopped it
+        raise StepError(failure.device, named(self.schedule, failure.task), failure.reason)
+
+
+@dataclass
+class CollectiveFlight:
+    """The same for a step whose devices meet in collectives.
+
+    program: holds the tasks that devices have begun; None where nothing can note them.
+    """
+
+    schedule: Schedule
+    outputs: jax.Array
+    program: mailbox.Program | None
+    timeout_s: float
+
+    def wait(self) -> None:
+        """Return when all devices have ended the step, or end the process, saying where."""
+
+        def leave(place: int, error: Exception) -> None:
+            self._exit(place, first_line(error))
+
+        settle(self.outputs, leave, self.timeout_s, self._exit_hung)
+
+    def _exit_hung(self) -> NoReturn:
+        self._exit(None, f"the step did not end within {self.timeout_s:g} s")
+
+    def _exit(self, place: int | None, reason: str) -> NoReturn:
+        print(f"error: {self._where(place)}: {reason}", file=sys.stderr)
+        print(
+            "error: devices that wait in a collective cannot be called back: this process ends; "
+            "go on with --resume",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.stdout.flush()
+        os._exit(EXIT_STATUS)
+
+    def _where(self, place: int | None) -> str:
+        if self.program is None:
+            at = "" if place is None else f" on mesh device {place}"
+            return f"the pipeline's step failed{at} (no compiler: tasks are not noted)"
+        progress = self.program.progress()
+        # The device that is furthest behind holds up the others.
+        slow = max(progress, key=lambda p: p.seconds) if place is None else progress[place]
+        task = named(self.schedule, slow.task)
+        return f"the pipeline's step failed in {task or f'device {slow.device}'} (its last task)"
+
+
+def settle(
+    outputs: jax.Array,
+    on_error: Callable[[int, Exception], None],
+    timeout_s: float | None = None,
+    on_timeout: Callable[[], None] | None = None,
+) -> dict[int, Exception]:
+    """Wait for every device's part of `outputs`; errors by place in the mesh.
+
+    `on_error(place, error)` is called at once for the first device that fails, while others may
+    still wait for it.
+    """
+    place = {device: i for i, device in enumerate(outputs.sharding.mesh.devices.flat)}  # pyright: ignore
+    parts = {place[shard.device]: shard.data for shard in outputs.addressable_shards}
+    errors: dict[int, Exception] = {}
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while parts:
+        for number in [n for n, part in parts.items() if part.is_ready()]:
+            try:
+                parts.pop(number).block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                if not errors:
+                    on_error(number, error)
+                errors[number] = error
+        if deadline is not None and time.monotonic() > deadline and on_timeout is not None:
+            on_timeout()
+        time.sleep(POLL_S)
+    return errors
+
+
+def ready_within(array: jax.Array, timeout_s: float) -> bool:
+    """Whether `array` is settled (well or not) within that time."""
+    deadline = time.monotonic() + timeout_s
+    while not array.is_ready():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def named(schedule: Schedule, task: int) -> Task | None:
+    """The task of that id, None for -1."""
+    return task_of(schedule.graph, task) if task >= 0 else None
+
+
+def first_line(error: Any) -> str:
+    """What went wrong, without the stack."""
+    return str(error).strip().splitlines()[0]
