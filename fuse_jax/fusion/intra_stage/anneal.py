@@ -13,14 +13,24 @@ import math
 import numpy as np
 from numba import njit
 
-from fuse_jax.fusion.intra_stage.cost import evaluate, evaluate_under
-from fuse_jax.fusion.intra_stage.moves import move_task, positions, reschedule, row_memory, undo
+from fuse_jax.fusion.intra_stage.cost import evaluate_under
+from fuse_jax.fusion.intra_stage.moves import move_task, positions, row_memory
 from fuse_jax.fusion.intra_stage.random_stream import below, uniform
+from fuse_jax.fusion.intra_stage.retime import (
+    MOVE_COST,
+    latest,
+    may_fit,
+    new_labels,
+    undo_ends,
+    update_afters,
+    update_ends,
+)
 
 
 @njit(cache=True)
-def _critical_path(graph, order, position, start, end, makespan, state, path):
+def _critical_path(graph, order, labels, makespan, state, path):
     """Fill `path` with one longest path, last task first, ties broken at random; its length."""
+    end, position, duration = labels.end, labels.position, graph.duration
     task, ties = -1, 0
     for d in range(order.shape[0]):
         for k in range(order.shape[1] - 1, -1, -1):
@@ -35,14 +45,14 @@ def _critical_path(graph, order, position, start, end, makespan, state, path):
     while task >= 0:
         path[count] = task
         count += 1
-        before, ties = -1, 0
+        before, ties, start = -1, 0, end[task] - duration[task]
         if position[task] > 0:
             left = order[graph.device[task], position[task] - 1]
-            if end[left] == start[task]:
+            if end[left] == start:
                 before, ties = left, 1
         for z in range(2):
             source = graph.pred[task, z]
-            if source >= 0 and end[source] + graph.pred_lag[task, z] == start[task]:
+            if source >= 0 and end[source] + graph.pred_lag[task, z] == start:
                 ties += 1
                 if before < 0 or below(state, ties) == 0:
                     before = source
@@ -103,28 +113,23 @@ def anneal_makespan(graph, tail, order, cap, budget, hot, cold, target, state, b
     is changed in place; cap quanta, -1 for none; hot, cold: temperatures in ticks. best_order
     receives the best. Returns (its makespan, tasks timed).
     """
-    count, length = graph.duration.shape[0], order.shape[1]
-    start, end = np.empty(count, np.int64), np.empty(count, np.int64)
-    log, log_start, log_end = (
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-    )
-    position, path = np.empty(count, np.int64), np.empty(count, np.int64)
-    current = evaluate(graph, order, start, end)
-    positions(order, position)
-    best, used, stale, steps = current, count, True, 0
+    length = order.shape[1]
+    labels = new_labels(graph, order)
+    path = np.empty(graph.duration.shape[0], np.int64)
+    current = latest(graph, order, labels.end)
+    best, used, stale, steps = current, graph.duration.shape[0], True, 0
     best_order[:] = order
     heat = hot
     while used < budget and best > target:
         if steps % 64 == 0:
             heat = hot * (cold / hot) ** (used / budget)
         steps += 1
-        used += 8
+        used += MOVE_COST
         if stale:
-            steps_on_path = _critical_path(graph, order, position, start, end, current, state, path)
+            on_path = _critical_path(graph, order, labels, current, state, path)
+            used += on_path
             stale = False
-        device, source, to = _draw_move(graph, order, position, path, steps_on_path, state)
+        device, source, to = _draw_move(graph, order, labels.position, path, on_path, state)
         if to < 0 or to >= length:
             continue
         if (
@@ -132,27 +137,30 @@ def anneal_makespan(graph, tail, order, cap, budget, hot, cold, target, state, b
             and graph.cls[order[device, source]] == graph.cls[order[device, to]]
         ):
             continue
-        move_task(graph, order, position, device, source, to)
-        if cap >= 0:
-            peak, _ = row_memory(graph.take, graph.give, order, device, cap)
-            if peak > cap:
-                move_task(graph, order, position, device, to, source)
-                continue
+        low, high = min(source, to), max(source, to)
         limit = current + int(-heat * math.log(1.0 - uniform(state)))
-        reached, logged = reschedule(
-            graph, tail, order, start, end, device, min(source, to), limit, log, log_start, log_end
-        )
-        used += logged
-        if 0 <= reached <= limit:
-            current = reached
-            stale = True
-            if current < best:
-                best = current
-                best_order[:] = order
-        else:
-            undo(start, end, logged, log, log_start, log_end)
-            move_task(graph, order, position, device, to, source)
+        move_task(graph, order, labels.position, device, source, to)
+        kept = may_fit(graph, order, labels, device, low, high, limit)
+        if kept and cap >= 0:
+            kept = row_memory(graph.take, graph.give, order, device, cap)[0] <= cap
+        if kept:
+            status, logged, spent = update_ends(
+                graph, tail, order, labels, device, low, high, limit
+            )
+            used += spent
+            reached = latest(graph, order, labels.end) if status == 0 else -1
+            if status < 0 or reached > limit:
+                undo_ends(labels, logged)
+                kept = False
+        if not kept:
+            move_task(graph, order, labels.position, device, to, source)
             stale = uniform(state) < 0.02
+            continue
+        used += update_afters(graph, tail, order, labels, device, low, high)
+        current, stale = reached, True
+        if current < best:
+            best = current
+            best_order[:] = order
     return best, used
 
 

@@ -9,8 +9,9 @@ end of a tick devices exchange results:
 
 * `rendezvous`: the two ends of each transfer wait for each other (pair collectives), even pairs
   first, then odd, then the rest.
-* `neighbour`: each device waits for both its ring neighbours every tick (a ring permute with
-  local coupling).
+* `neighbour`: each device waits for the devices next to it every tick, one at either end of the
+  line (a permute between adjacent devices, coupled locally; no link closes a ring, for no
+  pipeline without virtual stages sends over it).
 * `lockstep`: every device waits for all (a permute that is global).
 * `deferred`: pair transfers, begun at the next tick's start and overlapped with its task; the
   data is there a tick later.
@@ -176,7 +177,7 @@ def _exchange_pairs(graph, row, clock):
 
 @njit(cache=True)
 def _exchange_all(graph, row, clock, everyone):
-    """End of a tick under a permute that couples ring neighbours, or everyone."""
+    """End of a tick under a permute that couples adjacent devices, or everyone."""
     devices = row.shape[0]
     lag = 0
     for device in range(devices):
@@ -248,8 +249,8 @@ def evaluate_under(graph, order, model, start, end):
 def cost_code(graph: Graph, cost_model: str) -> int:
     """Number of a cost model for the kernels.
 
-    Raises TransportError if the name is unknown, or if the ring cannot carry a transfer between
-    distant devices (virtual stages on more than two devices).
+    Raises TransportError if the name is unknown, or if `neighbour` would have to carry a transfer
+    between distant devices (virtual stages on more than two devices).
     """
     if cost_model not in COST_MODELS:
         raise TransportError(f"cost_model={cost_model!r}: must be one of {', '.join(COST_MODELS)}")

@@ -15,9 +15,17 @@ import math
 import numpy as np
 from numba import njit
 
-from fuse_jax.fusion.intra_stage.cost import evaluate
-from fuse_jax.fusion.intra_stage.moves import move_task, positions, reschedule, row_memory, undo
+from fuse_jax.fusion.intra_stage.moves import move_task, row_memory
 from fuse_jax.fusion.intra_stage.random_stream import below, uniform
+from fuse_jax.fusion.intra_stage.retime import (
+    MOVE_COST,
+    label_all,
+    may_fit,
+    new_labels,
+    undo_ends,
+    update_afters,
+    update_ends,
+)
 
 _AREA_WEIGHT = 0.1
 _LONGEST_MOVE = 12
@@ -90,20 +98,12 @@ def lower_memory(
     best_order receives the lowest schedule. Returns (its peak, tasks timed).
     """
     count, devices, length = graph.duration.shape[0], order.shape[0], order.shape[1]
-    start, end = np.empty(count, np.int64), np.empty(count, np.int64)
-    log, log_start, log_end = (
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-    )
-    position = np.empty(count, np.int64)
+    labels = new_labels(graph, order)
     peaks, areas = np.zeros(devices, np.int64), np.zeros(devices, np.int64)
     smallest = graph.take.max()
     for task in range(count):
         if 0 < graph.take[task] < smallest:
             smallest = graph.take[task]
-    evaluate(graph, order, start, end)
-    positions(order, position)
     energy = _measure(graph, order, level, peaks, areas)
     best = peaks.max()
     best_order[:] = order
@@ -115,12 +115,11 @@ def lower_memory(
             if share >= 1.0:
                 began, share = used, 0.0
                 order[:] = lowest_order
-                evaluate(graph, order, start, end)
-                positions(order, position)
+                label_all(graph, order, labels)
                 energy = _measure(graph, order, level, peaks, areas)
             heat = hot * (cold / hot) ** share * smallest
         steps += 1
-        used += 8
+        used += MOVE_COST
         if uniform(state) < 0.3:
             device, source, to = _aimed_move(graph.take, graph.give, order, peaks, level, state)
             if device < 0:
@@ -137,21 +136,26 @@ def lower_memory(
             and graph.cls[order[device, source]] == graph.cls[order[device, to]]
         ):
             continue
-        move_task(graph, order, position, device, source, to)
-        peak, area = row_memory(graph.take, graph.give, order, device, level)
-        change = max(0, peak - level) - max(0, peaks[device] - level)
-        trial = energy + change + _AREA_WEIGHT * (area - areas[device])
-        if trial > energy - heat * math.log(1.0 - uniform(state)):
-            move_task(graph, order, position, device, to, source)
+        low, high = min(source, to), max(source, to)
+        move_task(graph, order, labels.position, device, source, to)
+        kept = may_fit(graph, order, labels, device, low, high, limit)
+        if kept:
+            peak, area = row_memory(graph.take, graph.give, order, device, level)
+            change = max(0, peak - level) - max(0, peaks[device] - level)
+            trial = energy + change + _AREA_WEIGHT * (area - areas[device])
+            kept = trial <= energy - heat * math.log(1.0 - uniform(state))
+        if kept:
+            status, logged, spent = update_ends(
+                graph, tail, order, labels, device, low, high, limit
+            )
+            used += spent
+            if status < 0:
+                undo_ends(labels, logged)
+                kept = False
+        if not kept:
+            move_task(graph, order, labels.position, device, to, source)
             continue
-        reached, logged = reschedule(
-            graph, tail, order, start, end, device, min(source, to), limit, log, log_start, log_end
-        )
-        used += logged
-        if reached < 0 or reached > limit:
-            undo(start, end, logged, log, log_start, log_end)
-            move_task(graph, order, position, device, to, source)
-            continue
+        used += update_afters(graph, tail, order, labels, device, low, high)
         energy = trial
         peaks[device], areas[device] = peak, area
         if energy < lowest - 0.5:

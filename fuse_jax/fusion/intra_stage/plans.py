@@ -21,7 +21,7 @@ from fuse_jax.fusion.intra_stage.search import SearchResult, search
 from fuse_jax.fusion.intra_stage.search_peak import lower_peak
 
 # Part of every file's name: raise it when the same settings give other schedules.
-FORMAT = 1
+FORMAT = 2
 
 
 def default_directory() -> Path:

@@ -99,9 +99,9 @@ class Schedule:
     problem: Problem
     order: np.ndarray
 
-    @property
+    @cached_property
     def graph(self) -> Graph:
-        """The problem's tasks as arrays."""
+        """The problem's tasks as arrays; kept, for to find them means to hash the problem."""
         return build_graph(self.problem)
 
     def tasks(self, device: int) -> list[Task]:

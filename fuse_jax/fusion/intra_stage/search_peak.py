@@ -2,9 +2,11 @@
 
 First whole searches under falling caps, each stopped as soon as it reaches the makespan: list
 scheduling under a cap finds schedules of another shape than shaving an uncapped one can reach.
-Then the memory pass in growing rounds: from the best, from the schedule given (another basin) and,
-hotter, from the best again. Measured: small problems want many short coolings, large ones few long
-ones, so a round's evaluations grow with the number of tasks.
+Then the memory pass in growing rounds, in turn from the best and from a fresh schedule, searched
+with a new seed under a cap a little above the best peak. Measured: where one start ends on the
+same plateau with any seed and any length of cooling, one in three fresh starts ends lower; and
+small problems want many short coolings, large ones few long ones, so a round's evaluations grow
+with the number of tasks.
 """
 
 from __future__ import annotations
@@ -25,6 +27,11 @@ from fuse_jax.fusion.intra_stage.search import Meter, SearchResult, Walk
 _CAP_EVALUATIONS = 20_000
 _ROUND_EVALUATIONS = 50_000 / 384
 _CAP_SHARE = 0.3
+_ROUND_GROWTH = 1.15
+# A fresh start's cap, in best peaks; temperatures in smallest activations.
+_FRESH_CAP = 1.1
+_HOT = (1.0, 1.0, 0.4, 1.0)
+_COLD = 0.05
 
 
 def _peak(schedule: Schedule) -> int:
@@ -49,6 +56,19 @@ def _fall_by_caps(
         else:
             low = cap
     return best
+
+
+def _fresh_start(
+    finder: BoundFinder, best: Schedule, limit: int, work: float, meter: Meter, seed: int
+) -> Schedule:
+    """A schedule of another shape within `limit` and near the best peak; the best if none is
+    found in the work given.
+    """
+    walk = Walk(finder, int(_peak(best) * _FRESH_CAP), limit, seed)
+    part = Meter(min(work, meter.left), meter.time_left)
+    walk.run(part)
+    meter.spend(part.spent)
+    return Schedule(best.problem, walk.order) if walk.makespan <= limit else best
 
 
 def lower_peak(
@@ -82,7 +102,9 @@ def lower_peak(
     turn, work = 0, _ROUND_EVALUATIONS * float(graph.duration.size) ** 2
     while _peak(best) > goal and not meter.stop:
         work = min(work, max(meter.left, 1.0), meter.work_in_time())
-        begin = found.schedule if turn % 3 == 1 else best
+        begin = best
+        if turn % 2:
+            begin = _fresh_start(finder, best, limit, work, meter, seed + turn)
         lowest = np.empty_like(best.order)
         _, used = lower_memory(
             graph,
@@ -92,9 +114,9 @@ def lower_peak(
             _peak(begin) - 1,
             goal,
             work,
-            work / 2,
-            (1.0, 1.0, 3.0)[turn % 3],
-            0.1,
+            work,
+            _HOT[turn % 4],
+            _COLD,
             state,
             lowest,
         )
@@ -103,7 +125,7 @@ def lower_peak(
         if _peak(candidate) < _peak(best):
             best = candidate
         turn += 1
-        work *= 1.3
+        work *= _ROUND_GROWTH
     stopped_by = "bound" if _peak(best) <= goal else meter.stop
     return replace(
         found,
