@@ -18,6 +18,7 @@ Axes: P devices of the pipe, N stages, K replicas, L layers, M micro-batches, B 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fuse_jax.fusion.intra_stage.control import when
 from fuse_jax.fusion.intra_stage.layout import Branch, Layout, PipelineLayout
 from fuse_jax.fusion.intra_stage.stages import StageFunctions, Sums, Weights
 from fuse_jax.fusion.intra_stage.tables import Row
@@ -122,11 +124,13 @@ class _Device:
         self.room = max(self._elements(n, b) for n in self.layout.models for b in self.batches)
         rows = rows[0]
 
-        def step(number: Array, state: _State) -> _State:
-            entries = lax.dynamic_index_in_dim(rows, number, keepdims=False)
+        def step(at: Array, state: _State) -> _State:
+            entries = lax.dynamic_index_in_dim(rows, at, keepdims=False)
             row = Row(*(entries[i] for i in range(len(Row._fields))))
-            tasks = [self._idle] + [self._task(branch) for branch in self.layout.branches]
-            state, sent = lax.switch(row.branch, tasks, state, row)
+            sent = self.transport.nothing(self.room, self._dtype)
+            for number, branch in enumerate(self.layout.branches, start=1):
+                task = partial(self._task, branch, row)
+                state, sent = when(row.branch == number, task, state, sent)
             return self._deliver(state, row, self.transport.exchange(row, sent))
 
         state = lax.fori_loop(0, steps, step, self._start())
@@ -158,54 +162,45 @@ class _Device:
             sums[model] = functions.zero_sums(self.weights[model], example, self.kl_coef)
         return _State(pools, sums, self.transport.begin())
 
-    def _idle(self, state: _State, row: Row) -> tuple[_State, Any]:
-        del row
-        return state, self.transport.nothing(self.room, self._dtype)
-
     @property
     def _dtype(self) -> Any:
         return self.stages[self.layout.models[0]].dtype
 
-    def _task(self, branch: Branch) -> Callable[[_State, Row], tuple[_State, Any]]:
-        """The code of one kind of task on one shape of micro-batch: receive, compute, send."""
+    def _task(self, branch: Branch, row: Row, state: _State, sent: Any) -> tuple[_State, Any]:
+        """One task of one kind on one shape of micro-batch: receive, compute, send."""
+        del sent  # of the task that this device does not have in this step
         name, kind, bucket = branch
         functions, weights, ends = self.stages[name], self.weights[name], self.flags[name]
         shape = self._shape(name, self.batches[bucket])
         size = int(np.prod(shape))
-        split = dict(self.layout.pipelines)[name].split
+        pool, sums = state.pools[name], state.sums[name]
+        run, message = self.transport.receive(
+            state.run, row, 1 if kind == "W" else size, pool.dtype
+        )
+        if message is not None and kind != "W":
+            into = row.x_slot if kind == "F" else row.g_slot
+            pool = lax.dynamic_update_slice(pool, message[None], (into, 0))
 
-        def task(state: _State, row: Row) -> tuple[_State, Any]:
-            def slot(pool: Array, number: Array) -> Array:
-                return lax.dynamic_slice(pool, (number, 0), (1, size)).reshape(shape)
+        def slot(number: Any) -> Array:
+            return lax.dynamic_slice(pool, (number, 0), (1, size)).reshape(shape)
 
-            batch = jax.tree.map(
-                lambda x: lax.dynamic_index_in_dim(x, row.index, keepdims=False),
-                self.batches[bucket],
-            )
-            pool, sums = state.pools[name], state.sums[name]
-            run, message = self.transport.receive(
-                state.run, row, 1 if kind == "W" else size, pool.dtype
-            )
-            if message is not None and kind != "W":
-                into = row.x_slot if kind == "F" else row.g_slot
-                pool = lax.dynamic_update_slice(pool, message[None], (into, 0))
-            x = slot(pool, row.x_slot)
-            result = jnp.zeros((1,), pool.dtype)
-            if kind == "F":
-                result = functions.forward(weights, x, batch, **ends)
+        batch = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, row.index, keepdims=False), self.batches[bucket]
+        )
+        x, result = slot(row.x_slot), jnp.zeros((1,), pool.dtype)
+        if kind == "F":
+            result = functions.forward(weights, x, batch, **ends)
+        else:
+            of = (weights, x, slot(row.g_slot), batch, self.kl_coef)
+            if kind == "W":
+                sums = functions.backward_weights(*of, sums, **ends)
+            elif dict(self.layout.pipelines)[name].split:
+                result = functions.backward_input(*of, **ends)
             else:
-                of = (weights, x, slot(pool, row.g_slot), batch, self.kl_coef)
-                if kind == "W":
-                    sums = functions.backward_weights(*of, sums, **ends)
-                elif split:
-                    result = functions.backward_input(*of, **ends)
-                else:
-                    sums, result = functions.backward(*of, sums, **ends)
-            run, sent = self.transport.send(run, row, result.reshape(-1), self.room)
-            pools, all_sums = {**state.pools, name: pool}, {**state.sums, name: sums}
-            return _State(pools, all_sums, run), sent
-
-        return task
+                sums, result = functions.backward(*of, sums, **ends)
+        run, sent = self.transport.send(run, row, result.reshape(-1), self.room)
+        pools, all_sums = {**state.pools, name: pool}, {**state.sums, name: sums}
+        return _State(pools, all_sums, run), sent
 
     def _deliver(self, state: _State, row: Row, arrivals: Any) -> _State:
         """What came at the end of a tick, into the slots that the row names."""

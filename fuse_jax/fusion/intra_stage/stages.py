@@ -10,7 +10,7 @@ have to keep is some 65 times as large. So the last stage's forward has nothing 
 needs the recomputed output only), and is skipped.
 
 `first` and `last` are Python bools (a program of one stage) or traced ones (one program for every
-stage): traced ones become conditionals, so no device computes what is not its own.
+stage): traced ones are decided by the device, which computes nothing that is not its own.
 
 Axes: B rows, T tokens, D hidden, L layers of the stage.
 """
@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from fuse_jax.fusion.intra_stage.control import Flag, choose, when
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.models.attention import causal_attention
 from fuse_jax.models.transformer import Remat, Shards, apply_blocks, embed, final_norm
 from fuse_jax.rl.metrics import combine_metrics
 
 Metrics = dict[str, Array]
-Flag = bool | Array
 # loss(ends, hidden [B, T, D], batch, kl_coef) -> (float32 scalar, metrics); of `ends` it reads the
 # head (the embedding where the two are tied).
 Loss = Callable[[Any, Array, Any, Array], tuple[Array, Metrics]]
@@ -126,22 +126,22 @@ def make_stages(
         y, pull = jax.vjp(run, weights.blocks, entry(weights, x, batch, first))
         (blocks, ends), metrics = sums
 
-        def from_loss(ends: Any, metrics: Metrics, dy: Array) -> tuple[Any, Metrics, Array]:
+        def loss_part(ends: Any, metrics: Metrics, dy: Array) -> tuple[Any, Metrics, Array]:
             head = head_of(weights.ends)
             gradient = jax.grad(total, argnums=(0, 1), has_aux=True)
             (by_head, dy), parts = gradient(head, y, batch, kl_coef)
             added = _add({name: ends[name] for name in by_head}, by_head)
             return {**ends, **added}, combine_metrics(metrics, parts), dy
 
-        ends, metrics, dy = choose(last, from_loss, _same, ends, metrics, dy)
+        ends, metrics, dy = when(last, loss_part, ends, metrics, dy)
         by_blocks, dx = pull(dy)
 
-        def into_table(ends: Any) -> Any:
+        def embedding_part(ends: Any) -> tuple[Any]:
             table = ends["embed"]["embedding"]
             table = table.at[batch.tokens].add(dx.astype(table.dtype))
-            return {**ends, "embed": {"embedding": table}}
+            return ({**ends, "embed": {"embedding": table}},)
 
-        ends = choose(first, into_table, _same, ends)
+        (ends,) = when(first, embedding_part, ends)
         return Sums(Weights(_add(blocks, by_blocks), ends), metrics), dx
 
     def backward_input(
@@ -197,15 +197,8 @@ def head_of(ends: Mapping[str, Any]) -> dict[str, Any]:
     return {name: ends[name] for name in ("final_norm", "head" if "head" in ends else "embed")}
 
 
-def choose(flag: Flag, yes: Callable, no: Callable, *operands: Any) -> Any:
-    """`yes(*operands)` if `flag`, else `no(*operands)`: decided now, or by the device."""
-    if isinstance(flag, bool):
-        return (yes if flag else no)(*operands)
-    return lax.cond(flag, yes, no, *operands)
-
-
-def _same(*operands: Any) -> Any:
-    return operands[0] if len(operands) == 1 else operands
+def _same(x: Array) -> Array:
+    return x
 
 
 def _add(sums: Any, parts: Any) -> Any:
