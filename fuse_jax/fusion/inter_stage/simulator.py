@@ -68,7 +68,7 @@ class _Instance:
     @property
     def unfinished(self) -> int:
         """As the controller sees it."""
-        return len(self.joined) + len(self.waiting) + len(self.prefilled)
+        return len(self.joined) + self.queued
 
 
 class _World:
@@ -145,10 +145,9 @@ class _World:
         self.backlog = deque(backlog)
         for index, prompts in enumerate(given):
             self.instances[index].waiting.extend(prompts)
-        for index in range(self.geometry.instances):
-            self._expect(0.0, index)
-        for index in range(self.geometry.instances):
-            self._step(0.0, index)
+        for turn in (self._expect, self._step):
+            for index in range(self.geometry.instances):
+                turn(0.0, index)
         self._offer(0.0)
 
     def _step(self, now: float, index: int) -> None:
@@ -324,8 +323,7 @@ class _World:
             geometry=self.geometry,
             costs=self.costs,
         )
-        source_steps = source.steps
-        held = {s: had + source_steps - step for s, (step, had) in source.joined.items()}
+        held = {s: had + source.steps - step for s, (step, had) in source.joined.items()}
         for move in moves:
             target = self.instances[move.destination]
             if move.way is None:
@@ -392,11 +390,8 @@ class _World:
         self.out.batches += 1
         self.out.padding_rows += rows - len(samples)
         instance.batches += 1
-        # A batch that waits for nothing else waits for the host; behind another it does not.
-        earliest = now + self.costs.host_ms if instance.free_at <= now else now
-        when = self._occupy(
-            index, max(earliest, instance.weights_at or 0.0), self.costs.score_ms[column][bucket]
-        )
+        earliest = max(now + self.costs.host_ms, instance.weights_at or 0.0)
+        when = self._occupy(index, earliest, self.costs.score_ms[column][bucket])
         self.score_spans.append(when)
         self._span(index, "score", when, len(samples), column)
         self._at(when[1], self._scored, index, (column, samples))

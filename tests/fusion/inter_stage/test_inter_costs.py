@@ -40,6 +40,10 @@ def test_saturation():
     assert table.saturation(4) == 4
     assert table.saturation(16, factor=1.0) == 1
     assert DecodeTable((1,), (1,), ((5.0,),)).saturation(32) == 32
+    # Half-way between the contexts 8 live slots take 12 ms for one's 9, at the shorter one 8 for 8.
+    steep = DecodeTable((1, 8), (0, 100), ((8.0, 10.0), (8.0, 16.0)))
+    assert [steep(n, 50) for n in (1, 6)] == [9.0, 9.0 + 3 * 5 / 7]
+    assert steep.saturation(8) == 6
 
 
 def test_moving_costs():

@@ -32,6 +32,11 @@ def test_assign_spreads_the_longest_and_keeps_the_rest_shared():
     assert backlog == [2]
 
 
+def test_assign_gives_no_more_than_slots():
+    # By load the last two would go to instance 1 as well.
+    assert policy.assign([9, 1, 1, 1], instances=2, slots=2) == ([[0, 3], [1, 2]], [])
+
+
 def test_equal_predictions_are_dealt_in_turn():
     assert policy.assign([1.0] * 5, 2, 8) == ([[0, 2, 4], [1, 3]], [])
     assert policy.dispatch([0.0] * 4, 2) == [0, 1, 0, 1]

@@ -128,6 +128,43 @@ def test_a_shared_backlog():
     assert (seen.total_ms, seen.batches, seen.padding_rows) == (16.0, 1, 5)
 
 
+def test_a_slot_is_refilled_before_the_next_chunk():
+    """No chunk is launched ahead while prompts wait: all chunks but the last ones are full."""
+    geometry = Geometry(1, 2, 2, 1, (Bucket(32, 8),), ("a",))
+    costs = Costs(FLAT, {1: 0.0}, {"a": [5.0]})
+    work = Workload((1,) * 4, (3, 9, 5, 5), 9)
+    seen = simulate(Plan("fixed"), geometry, costs, work, record=True)
+    decoding = [span for span in seen.spans if span.kind == "decode"]
+    assert [(span.end, span.count) for span in decoding] == [
+        *((2.0, 2), (4.0, 2), (6.0, 2), (8.0, 2), (10.0, 1))
+    ]
+    assert seen.steps == 10
+
+
+def test_rows_read_beside_the_slots_are_read_again_elsewhere():
+    """Instance 3 finishes two samples at once, and reads three prompts of the backlog for its two
+    slots. When it leaves, the third is only requeued, and its first token is drawn again."""
+    geometry = Geometry(4, 2, 1, 3, (Bucket(64, 1),), ("a",))
+    costs = Costs(FLAT, {1: 0.0}, {"a": [1.0]}, move_ms=1.0)
+    work = Workload((1,) * 11, (20, 20, 20, 2, 3, 3, 3, 2, 6, 6, 6), 20)
+    plan = Plan("fixed", threshold=6, keep=3, way="kv")
+    history = LengthHistory((2, 2, 2, 2, 20))  # what is old will become very old
+    seen = simulate(plan, geometry, costs, work, history=history, record=True)
+    assert seen.kept == (0, 1, 2) and seen.migrated == 2
+    assert [(m.sample_ids, m.way) for m in seen.moves if m.way is None] == [((10,), None)]
+    assert seen.tokens == sum(work.responses)
+
+
+def test_no_part_filled_batch_waits_in_line():
+    """Instance 0 is done at 1 with three samples, and scores two; the third waits for the one that
+    instance 1 finishes at 2, and both go as one batch behind the first."""
+    geometry = replace(FOUR, buckets=(Bucket(32, 2),))
+    work = Workload((1,) * 5, (2, 3, 2, 12, 2), 12)
+    seen = simulate(Plan("fixed"), geometry, FOUR_COSTS, work, record=True)
+    assert bars(seen, 0, "score")[:2] == [(1.0, 5.0), (5.0, 9.0)]
+    assert (seen.batches, seen.padding_rows) == (3, 1)
+
+
 def test_decoding_costs_what_the_table_says():
     """Live slots and context (of the longest, or the mean) in the middle of each chunk."""
     geometry = Geometry(1, 2, 2, 2, (Bucket(32, 2),), ("a",))
@@ -140,6 +177,9 @@ def test_decoding_costs_what_the_table_says():
     mean = replace(costs, decode=replace(table, statistic="mean"))
     seen = simulate(SERIAL, geometry, mean, work, record=True)
     assert bars(seen, 0, "decode")[0] == (0.0, 24.0)  # mean of 2 and 6, in the middle 5: 2 x 12
+    # Once the longest is done, the other one counts: at 4 to 6 two steps of (1 + 5).
+    seen = simulate(SERIAL, geometry, costs, Workload((5, 1), (3, 5), 8), record=True)
+    assert bars(seen, 0, "decode") == [(0.0, 32.0), (32.0, 44.0)]
 
 
 def test_streaming_scores_between_chunks():
