@@ -7,7 +7,7 @@ are the same on every instance, so a sample's bits do not depend on where it is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from fuse_jax.fusion.inter_stage.costs import Geometry
 from fuse_jax.placement.mesh import AXES
 from fuse_jax.placement.sharding import parameter_specs
 from fuse_jax.rollout.engine import Engine
-from fuse_jax.scoring.columns import Model, Role
+from fuse_jax.scoring.columns import ROLES, Model, Role
 from fuse_jax.scoring.scorer import Scorer
 
 
@@ -32,6 +32,18 @@ class Instance:
     engine: Engine
     scorer: Scorer
     _shardings: dict[Role, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def roles(self) -> list[Role]:
+        """The models that its columns read."""
+        roles: set[Role] = set()
+        for column in self.scorer.columns:
+            roles.update(ROLES[column])
+        return sorted(roles)
+
+    def scoring_models(self, models: Mapping[Role, Model]) -> dict[Role, Model]:
+        """Those of `models` that its columns read, `on_mesh`."""
+        return {role: self.on_mesh(role, models[role]) for role in self.roles}
 
     def on_mesh(self, role: Role, model: Model) -> Model:
         """`model` with its parameters on this instance's devices; returns before they are there.
@@ -97,18 +109,27 @@ def share(tree: Any, shardings: Any) -> Any:
     Anything else (another cut, arrays of the host) is copied, without waiting. Shared arrays end
     with those they share with: they must not be kept over a donation.
     """
-    return jax.tree.map(_share, tree, shardings)
+    leaves, structure = jax.tree.flatten(tree)
+    targets = structure.flatten_up_to(shardings)
+    found = [_shared(leaf, target) for leaf, target in zip(leaves, targets, strict=True)]
+    missing = [i for i, leaf in enumerate(found) if leaf is None]
+    # One call: a call a leaf costs the host more than the copy.
+    copies = jax.device_put([leaves[i] for i in missing], [targets[i] for i in missing])
+    for i, copy in zip(missing, copies, strict=True):
+        found[i] = copy
+    return structure.unflatten(found)
 
 
-def _share(leaf: Any, sharding: Any) -> jax.Array:
+def _shared(leaf: Any, sharding: Any) -> jax.Array | None:
+    """`leaf` in `sharding` without a copy, or None."""
     if not isinstance(leaf, jax.Array):
-        return jax.device_put(leaf, sharding)
+        return None
     held = {shard.device: shard for shard in leaf.addressable_shards}
     pieces = []
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         shard = held.get(device)
         if shard is None or shard.index != index:
-            return jax.device_put(leaf, sharding)
+            return None
         pieces.append(shard.data)
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, pieces)
 

@@ -21,7 +21,7 @@ from fuse_jax.fusion.inter_stage.policy import (
 from fuse_jax.fusion.inter_stage.timeline import Timeline
 from fuse_jax.rollout.batcher import Batcher, Progress, RolloutStats
 from fuse_jax.samples import Sample
-from fuse_jax.scoring.columns import ROLES, Model, Role
+from fuse_jax.scoring.columns import Model, Role
 from fuse_jax.scoring.scorer import Pending
 
 
@@ -124,21 +124,15 @@ class Lane:
     # ------------------------------------------------------------------ scoring
 
     @property
-    def roles(self) -> list[Role]:
-        """The models its columns read."""
-        return sorted({role for column in self.instance.scorer.columns for role in ROLES[column]})
-
-    @property
     def has_weights(self) -> bool:
         """Whether they are here or on their way; work dispatched after them waits for them."""
         return self._weights is not None
 
     def bring_weights(self) -> None:
         """Start bringing in what scoring reads."""
-        weights = {role: self.instance.on_mesh(role, self._models[role]) for role in self.roles}
-        self._weights = weights
-        last = jax.tree.leaves(weights[self.roles[-1]].params)[-1]
-        self.timeline.dispatched(self.index, "weights", last, len(weights))
+        self._weights = self.instance.scoring_models(self._models)
+        last = [jax.tree.leaves(model.params)[-1] for model in self._weights.values()]
+        self.timeline.dispatched(self.index, "weights", last[-1], len(last))
 
     @property
     def batches(self) -> int:

@@ -32,7 +32,7 @@ from fuse_jax.scoring.columns import Model, Role, Scored
 from fuse_jax.scoring.reward_function import RewardResult
 from fuse_jax.scoring.sample_rewards import TextRewards
 
-POLL_SECONDS = 2e-4  # between two looks at the devices when nothing has changed
+POLL_SECONDS = 1e-3  # between two looks at the devices when nothing has changed
 T = TypeVar("T")
 
 
@@ -135,8 +135,11 @@ class Controller:
         """Until every sample has every column, and its reward where a function gives it."""
         began = time.thread_time()
         self._assign()
+        self._decide()
         while not self._complete():
-            if not self._turn():
+            if self._read():
+                self._decide()
+            else:
                 self._check_going_on()
                 time.sleep(POLL_SECONDS)
         total = self.timeline.now()
@@ -159,23 +162,25 @@ class Controller:
             return False
         return self.job.text_rewards is None or len(self.rewards) == len(self.samples)
 
-    def _turn(self) -> bool:
-        """One look at everything; whether anything had changed."""
+    def _read(self) -> bool:
+        """Take what has become ready; whether anything has."""
         self.timeline.settle()
         changed = False
         for lane in self._alive():
             changed |= self._read_chunk(lane)
             changed |= self._read_scores(lane)
-        changed |= self._poll_rewards()
+        return self._poll_rewards() or changed
+
+    def _decide(self) -> None:
+        """Dispatch what is due after something has changed."""
         self._migrate()
         for lane in self._alive():
             if lane.leaving and not lane.in_flight:
-                changed |= self._depart(lane)
+                self._depart(lane)
         for lane in self._alive():
-            changed |= self._launch(lane)
+            self._launch(lane)
             self._weights(lane)
-        changed |= self._offer()
-        return changed
+        self._offer()
 
     def _alive(self) -> list[Lane]:
         return [lane for lane in self.lanes if lane.alive]
@@ -229,20 +234,17 @@ class Controller:
             self._handed_s += time.thread_time() - began
             self.unasked.clear()
 
-    def _launch(self, lane: Lane) -> bool:
+    def _launch(self, lane: Lane) -> None:
         """Keep an instance that generates supplied with prompts and chunks."""
         if self.backlog and not lane.leaving and lane.wants_more():
             rows = min(self.geometry.prefill_rows, len(self.backlog))
             taken = [self.backlog.popleft() for _ in range(rows)]
             if not self._done(lane, lambda: lane.batcher.submit(taken)):
                 self.backlog.extendleft(reversed(taken))
-        launched = False
         while lane.alive and lane.may_launch(len(self.backlog)):
             self._stream(lane)
             if not self._attempt(lane, lane.batcher.launch):
                 break
-            launched = True
-        return launched
 
     # ------------------------------------------------------------------ migration
 
@@ -259,12 +261,12 @@ class Controller:
             for lane in generating:
                 lane.leaving = lane.index not in self.kept
 
-    def _depart(self, source: Lane) -> bool:
+    def _depart(self, source: Lane) -> None:
         """All chunks of a leaving instance are read: its samples move to the kept ones."""
         source.leaving = False
         kept = [index for index in self.kept or () if self.lanes[index].alive]
         if not kept or not source.unfinished:
-            return True
+            return
         try:
             moves = policy.moves_from(
                 source.index,
@@ -276,11 +278,10 @@ class Controller:
             )
         except ValueError as error:  # after a failure there may be too few slots: it stays
             logging.warning("instance %d keeps its samples: %s", source.index, error)
-            return True
+            return
         for move in moves:
             self._move(source, move)
         source.retire()
-        return True
 
     def _move(self, source: Lane, move: policy.Move) -> None:
         target = self.lanes[move.destination]
@@ -305,9 +306,8 @@ class Controller:
         if not lane.has_weights and policy.bring_weights(self.plan, self.job.costs, *state):
             self._attempt(lane, lane.bring_weights)
 
-    def _offer(self) -> bool:
+    def _offer(self) -> None:
         """Batches to instances that may score, the least supplied first."""
-        offered = False
         for depth in range(policy.BATCHES_IN_FLIGHT):
             for lane in self._alive():
                 state = (lane.unfinished, self.unfinished, len(self.backlog))
@@ -317,8 +317,6 @@ class Controller:
                 if picked is None:
                     break
                 self._score(lane, *picked)
-                offered = True
-        return offered
 
     def _next_batch(self, *, part_filled: bool) -> tuple[str, int] | None:
         return policy.next_batch(
