@@ -43,25 +43,31 @@ def count_compilations() -> Iterator[Compilations]:
 
 
 def precompile(
-    engine: Engine, params: Params, seed_key: Any, *, migration: bool = False
+    engine: Engine,
+    params: Params,
+    seed_key: Any,
+    *,
+    migration: bool = False,
+    resume: bool = False,
 ) -> Compilations:
     """Run every program of `engine.shapes()` once, on padding rows and empty slots.
 
-    `migration` adds those that move live slots. Nothing is left to compile afterwards, however
-    long prompts and responses get.
+    `migration` and `resume` as there. Nothing is left to compile afterwards, however long prompts
+    and responses get.
     """
     rollout, params = engine.rollout, engine.place_params(params)
     nowhere = np.full(rollout.prefill_rows, rollout.slots, np.int32)
     with count_compilations() as seen:
         state = engine.init_decode_state()
-        for bucket in engine.resume_buckets if migration else engine.prompt_buckets:
+        for bucket in engine.resume_buckets if resume else engine.prompt_buckets:
             padding = prefill_arrays([], rollout.prefill_rows, bucket)
             none = np.zeros(rollout.prefill_rows, np.int32)
             rows, _ = engine.prefill(params, *padding, seed_key, generated=none)
             state = engine.insert(state, rows, nowhere)
         state, _ = engine.generate(params, state, seed_key)
         if migration:
-            rows = engine.extract(state, nowhere)
-            state = engine.insert(engine.release(state, nowhere), engine.place(rows), nowhere)
+            state = engine.insert(state, engine.place(engine.extract(state, nowhere)), nowhere)
+        if migration or resume:
+            state = engine.release(state, nowhere)
         jax.block_until_ready(state)
     return seen
