@@ -137,14 +137,15 @@ class Engine:
             )
         return next(bucket for bucket in self.prompt_buckets if length <= bucket)
 
-    def shapes(self, *, migration: bool = False) -> Iterator[Shape]:
+    def shapes(self, *, migration: bool = False, resume: bool = False) -> Iterator[Shape]:
         """Every program that generation with this engine compiles.
 
-        `migration` adds those that move live slots, by their cache or by reading them again.
+        `migration` adds those that move live slots with their caches, `resume` those that read
+        their tokens again.
         """
         rollout, block = self.rollout, self.rollout.cache_block
         positions = self.cache_blocks * block
-        buckets = self.resume_buckets if migration else self.prompt_buckets
+        buckets = self.resume_buckets if resume else self.prompt_buckets
         yield Shape("init_decode_state", rollout.slots, positions)
         for bucket in buckets:
             yield Shape("prefill", rollout.prefill_rows, bucket)
@@ -154,6 +155,7 @@ class Engine:
         yield Shape("generate", rollout.slots, rollout.chunk)
         if migration:
             yield Shape("extract", rollout.prefill_rows, positions)
+        if migration or resume:
             yield Shape("release", rollout.prefill_rows, positions)
 
     # ------------------------------------------------------------------ verbs
