@@ -1,5 +1,6 @@
 """How a plan is chosen, and what the command line makes of it."""
 
+import argparse
 import runpy
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from fuse_jax.buckets import Bucket
+from fuse_jax.fusion.inter_stage import study
 from fuse_jax.fusion.inter_stage.bound import ideal_bound
 from fuse_jax.fusion.inter_stage.choose import (
     Predictor,
@@ -221,14 +223,22 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     for word in ("serial", "hand-off", "knee", "simulated", "stream", "auto", "ideal bound", "m=3"):
         assert word in text
     assert imread(f"{out}/sweep.png").std() > 0.05 and imread(f"{out}/timeline.png").std() > 0.05
-    # Serial scoring takes the asked share of generation.
-    row = next(line for line in text.splitlines() if line.startswith("serial")).split()
-    assert float(row[4]) == 1.0
     file = tmp_path / "lengths.txt"
     file.write_text("3\n40\n7\n12\n")
     assert simulate_cli(f"--lengths={file}", "--policy=fixed", "--threshold=2", "--keep=1",
                         f"--out={out}") == 0  # fmt: skip
     assert "4 samples of lengths.txt (median 9.5)" in capsys.readouterr().out
+
+
+def test_scoring_takes_the_share_asked_for():
+    parser = argparse.ArgumentParser()
+    study.add_options(parser)
+    for share in (0.25, 2.0):
+        asked = parser.parse_args([*SMALL, f"--scoring-share={share}"])
+        built = study.build(asked)
+        runs = [simulate(SERIAL, built.geometry, built.costs, w) for w in built.workloads]
+        generation = sum(run.generation_ms for run in runs)
+        assert sum(run.total_ms for run in runs) == pytest.approx((1 + share) * generation)
 
 
 @pytest.mark.parametrize(
