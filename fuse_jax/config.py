@@ -176,6 +176,7 @@ class MeshConfig:
     fsdp: int = 1
     tensor: int = 1
     pipe: int = 1
+    cpu_devices: int = 0  # devices to split the host into, on CPU; 0 = as JAX starts
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class IntraStageConfig:
     transport: Literal["auto", "mailbox", "pair", "ring", "dispatch"] = "auto"
     actor_stages: int = 0  # devices of one pipeline, a divisor of mesh.pipe; 0 = mesh.pipe
     critic_stages: int = 0
-    search_evaluations: int = 200_000  # schedules tried in a search
+    search_evaluations: int = 50_000  # schedules tried in a search
     drift: float = 0.25  # task times this share off those searched with: search again; 0 = never
     timeout: float = 120.0  # seconds a device waits for another before the step ends in an error
 

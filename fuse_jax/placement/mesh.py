@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +63,26 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
         )
     # Auto, not make_mesh's default Explicit: there, a gather over a sharded axis is an error.
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:used])
+
+
+def use_cpu_devices(count: int) -> None:
+    """Split the host CPU into `count` devices, where JAX has not started with others already.
+
+    To be called before JAX is used: it reads the number once. Raises ValueError if it is too late.
+    """
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX has started: it may have enough
+            jax.config.update("jax_num_cpu_devices", count)
+    if jax.default_backend() == "cpu" and jax.device_count() < count:
+        raise ValueError(
+            f"mesh.cpu_devices={count}: JAX runs with {jax.device_count()} CPU devices already; "
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={count} before it starts"
+        )
+
+
+def pipeline_shape(mesh: Mesh, pipe: int) -> tuple[int, int, int]:
+    """(pipe, data, tensor) over the devices of a run's mesh, in their order."""
+    return pipe, mesh.shape["data"] // pipe, mesh.shape["tensor"]
 
 
 def single_device_mesh(device: Device | None = None) -> Mesh:

@@ -7,15 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
+
 from fuse_jax.buckets import automatic_lengths
 from fuse_jax.config import STAGES, Config
 from fuse_jax.config_read import ConfigError
 from fuse_jax.data.files import find_files
 from fuse_jax.data.records import DataError
-from fuse_jax.placement.mesh import mesh_sizes
+from fuse_jax.placement.mesh import mesh_sizes, use_cpu_devices
 from fuse_jax.placement.sharding import check_divisible
 from fuse_jax.rollout.sampling import MIN_TEMPERATURE
 from fuse_jax.scoring.reward_function import check_reward_function
+from fuse_jax.training.pipeline_check import check_pipeline
+
+
+def count_devices(config: Config) -> int:
+    """Devices of this process, `mesh.cpu_devices` of them if that is set. Starts JAX."""
+    try:
+        if config.mesh.cpu_devices:
+            use_cpu_devices(config.mesh.cpu_devices)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return jax.device_count()
 
 
 def check_config(config: Config, *, device_count: int) -> None:
@@ -109,6 +122,7 @@ _AT_LEAST: dict[str, float] = {
     "evaluation.samples_shown": 0,
     "data.limit": 0,
     "data.held_out": 0,
+    "mesh.cpu_devices": 0,
 }
 _ABOVE_ZERO = (
     "reward.timeout",
@@ -280,6 +294,12 @@ def check_mesh(config: Config, device_count: int) -> None:
             check_divisible(config.model, replace(config.mesh, tensor=tensor))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    pipe = config.mesh.pipe
+    if pipe < 1 or data % pipe:
+        _refuse("mesh.pipe", pipe, f"does not divide mesh.data={data}: use a divisor of it")
+    if pipe > 1 and fsdp > 1:
+        _refuse("mesh.fsdp", fsdp, f"must be 1 with mesh.pipe={pipe}: a stage's weights stay whole")
+    check_pipeline(config)
     shards = data * fsdp
     batches = {
         "rollout.slots": config.rollout.slots,

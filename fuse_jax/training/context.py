@@ -23,6 +23,7 @@ from fuse_jax.placement.mesh import make_mesh
 from fuse_jax.placement.sharding import check_divisible
 from fuse_jax.training.checkpoint import Checkpoints
 from fuse_jax.training.metrics import RunLog
+from fuse_jax.training.pipeline_check import check_layers
 from fuse_jax.training.same_tokenizer import check_same_tokenizer
 from fuse_jax.training.task import Task, build_task
 
@@ -114,6 +115,8 @@ def check_cuts(archs: Mapping[Role, Architecture], mesh: Mesh) -> None:
     for role, arch in archs.items():
         with refusing(role):
             check_divisible(arch, sizes)
+    if "ppo" in config.stages:
+        check_layers(config, archs)
 
 
 def check_lengths(config: Config, archs: Mapping[Role, Architecture], task: Task) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from fuse_jax.config import Config
@@ -95,7 +94,7 @@ def check(config: Config, out: Path) -> None:
             f"reward.function={config.reward.function!r}: scores come from it or from "
             "reward_model.path: give one of the two"
         )
-    check_settings(config, device_count=jax.device_count())
+    check_settings(config, device_count=count_devices(config))
     if config.reward.function:
         check_reward(config.reward.function)
 

@@ -170,6 +170,7 @@ def update(run: Run, parts: PPOParts, state: PPOState, experience: Experience) -
             if config.target_kl is not None and "approx_kl" in metrics:
                 # Reading the metric waits for the device: only where an early stop is asked for.
                 stopped = stopped or bool(should_stop_early(metrics["approx_kl"], config.target_kl))
+    parts.wait()
     state.progress.early_stops += int(stopped)
     return {
         **_summary(collected),

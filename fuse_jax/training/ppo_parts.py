@@ -15,8 +15,9 @@ import numpy as np
 
 from fuse_jax.buckets import Bucket, make_buckets
 from fuse_jax.data.records import Prompt
+from fuse_jax.fusion.intra_stage.executor import pipeline_mesh
 from fuse_jax.models.transformer import Params
-from fuse_jax.placement.mesh import row_shards
+from fuse_jax.placement.mesh import pipeline_shape, row_shards
 from fuse_jax.rl.moments import Moments, init_moments, update_moments
 from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Column, Model, PassOptions, Role, Scored
@@ -28,9 +29,11 @@ from fuse_jax.training.config_check import longest_sequence, sequence_lengths
 from fuse_jax.training.context import Run
 from fuse_jax.training.experience import ScoredBatch, lay_out, ragged
 from fuse_jax.training.generation import Generator
-from fuse_jax.training.gradients import HyperParameters
+from fuse_jax.training.gradients import BOTH, HyperParameters
 from fuse_jax.training.minibatch import Experience, Minibatch, cut_minibatch, training_buckets
 from fuse_jax.training.optimizers import planned_updates
+from fuse_jax.training.pipeline_check import transports
+from fuse_jax.training.pipeline_step import Pipelines, PipelineStep
 from fuse_jax.training.ppo_step import Step, create_ppo_state, make_step
 from fuse_jax.training.state import TrainState
 
@@ -54,8 +57,8 @@ class PPOParts:
     reference: Params
     reward_model: Params | None
     buckets: tuple[Bucket, ...]
-    step: Step
-    critic_step: Step
+    step: Step | PipelineStep
+    critic_step: Step | PipelineStep
 
     def __enter__(self) -> PPOParts:
         return self
@@ -168,6 +171,11 @@ class PPOParts:
 
     # ------------------------------------------------------------------ update
 
+    def wait(self) -> None:
+        """Until no update is in flight. Raises the error of one that failed."""
+        self.step.wait()
+        self.critic_step.wait()
+
     def cut(self, experience: Experience, indices: np.ndarray, kl_coef: float) -> Minibatch:
         """The samples `indices` as the fixed-shape mini-batch of the update."""
         return cut_minibatch(
@@ -175,7 +183,7 @@ class PPOParts:
             indices,
             self.buckets,
             aggregation=self.run.config.ppo.aggregation,
-            shards=row_shards(self.run.mesh),
+            shards=update_shards(self.run),
             kl_coef=kl_coef,
         )
 
@@ -199,6 +207,7 @@ def build_parts(
     if config.ppo.kl.estimator == "full":
         columns.append("full_kl")
     scorer = partial(make_scorer, run)
+    step, critic_step = make_steps(run, hp)
     generator = Generator(run)
     parts = PPOParts(
         run=run,
@@ -214,10 +223,10 @@ def build_parts(
             sequence_lengths(config),
             config.compute.micro_batch_tokens,
             config.ppo.prompts_per_iteration // config.ppo.minibatches,
-            row_shards(run.mesh),
+            update_shards(run),
         ),
-        step=make_step(run.mesh, hp),
-        critic_step=make_step(run.mesh, hp, train=("critic",)),
+        step=step,
+        critic_step=critic_step,
     )
     moments = init_moments()
     if config.reward.normalise == "reference" and not run.resumes("ppo"):
@@ -243,6 +252,29 @@ def hyper_parameters(run: Run) -> HyperParameters:
         valid_vocab=run.task.vocabulary.vocab_size,
         updates=(planned["actor"], planned["critic"]),
     )
+
+
+def make_steps(run: Run, hp: HyperParameters) -> tuple[Step | PipelineStep, Step | PipelineStep]:
+    """The update of both models, and of the critic alone: serial, or over `mesh.pipe`."""
+    config = run.config
+    if config.mesh.pipe == 1:
+        return make_step(run.mesh, hp), make_step(run.mesh, hp, train=("critic",))
+    pipe, data, tensor = pipeline_shape(run.mesh, config.mesh.pipe)
+    pipelines = Pipelines(
+        config.fusion.intra_stage,
+        hp,
+        pipeline_mesh(pipe, data, tensor, run.mesh.devices.flat),
+        run.mesh,
+        transports(pipe),
+        say=run.say,
+        workdir=run.workdir,
+    )
+    return PipelineStep(pipelines, BOTH), PipelineStep(pipelines, ("critic",))
+
+
+def update_shards(run: Run) -> int:
+    """Over how many shards the rows of an update are cut."""
+    return row_shards(run.mesh) // run.config.mesh.pipe
 
 
 def reference_moments(parts: PPOParts, actor: Params) -> Moments:

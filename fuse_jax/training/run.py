@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -23,7 +22,7 @@ from fuse_jax.data.records import DataError
 from fuse_jax.models.transformer import Params
 from fuse_jax.training import models
 from fuse_jax.training.checkpoint import CheckpointError
-from fuse_jax.training.config_check import check_config, check_reward
+from fuse_jax.training.config_check import check_config, check_reward, count_devices
 from fuse_jax.training.context import Role, Run, open_run
 from fuse_jax.training.held_out_pairs import rank_held_out
 from fuse_jax.training.metrics import read_lines
@@ -60,7 +59,7 @@ def train(
     config = read_config(settings)
     if reward_function is not None:
         config = with_function(config, reward_function)
-    check_config(config, device_count=jax.device_count())
+    check_config(config, device_count=count_devices(config))
     if reward_function is None and config.reward.source == "function" and "ppo" in config.stages:
         check_reward(config.reward.function)
     started = time.monotonic()

@@ -31,6 +31,9 @@ class StandIn:
         self.trained.append("critic")
         return state, {"critic_loss": 2.0}
 
+    def wait(self):
+        pass
+
 
 def update(parts, iteration=0, valid=None, **ppo):
     run = SimpleNamespace(config=SimpleNamespace(ppo=PPOConfig(**ppo), seed=5))

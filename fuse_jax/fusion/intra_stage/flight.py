@@ -47,7 +47,7 @@ class Started(NamedTuple):
     """A task that the host has dispatched, and an array that is there when it has run."""
 
     task: int
-    token: jax.Array
+    token: Any
 
 
 @dataclass
@@ -88,7 +88,7 @@ class MailboxFlight:
     program: mailbox.Program
 
     def wait(self) -> None:
-        """See Flight. A hung device is noticed by those that wait for it (the program's timeout)."""
+        """See Flight. A hung device is noticed by those that wait for it, after their timeout."""
 
         def stop_others(place: int, error: Exception) -> None:
             device, lane = divmod(place, self.program.lanes)
@@ -177,7 +177,7 @@ def settle(
     return errors
 
 
-def ready_within(array: jax.Array, timeout_s: float) -> bool:
+def ready_within(array: Any, timeout_s: float) -> bool:
     """Whether `array` is settled (well or not) within that time."""
     deadline = time.monotonic() + timeout_s
     while not array.is_ready():

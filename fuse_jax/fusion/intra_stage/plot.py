@@ -6,7 +6,7 @@ what is left pale is bubble. One PolyCollection a colour, so that 10,000 tasks d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,34 @@ def plot_schedule(
 _CAPTION = {"loc": "left", "fontsize": 9.5, "color": MUTED, "pad": 4}
 
 
+def plot_timelines(
+    schedule: Schedule, timelines: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | Path
+) -> None:
+    """Write a PNG of several timelines of one schedule's tasks, to one scale.
+
+    timelines: caption -> start and end of every task in ms, [n] by task id; NaN = did not run.
+    """
+    rows = schedule.problem.devices
+    row = float(np.clip(6.4 / rows, 0.2, 0.42))
+    figure, axes = _stack([row * rows] * len(timelines), header=0.4)
+    longest = max(1 / TICKS_PER_MS, *(float(np.nanmax(end)) for _, end in timelines.values()))
+    for axis, (caption, (start, end)) in zip(axes, timelines.items()):
+        _frame(axis, rows, longest, float(np.nanmax(end)))
+        ran = np.isfinite(start)
+        here, until = np.where(ran, start, -1.0), np.where(ran, end, -1.0)  # off the chart
+        _draw_bars(axis, schedule, here, until)
+        _number_bars(axis, schedule, here, until)
+        axis.set_title(caption, **_CAPTION)
+    axes[-1].xaxis.set_major_formatter("{x:,.10g}")
+    axes[-1].set_xlabel("time (ms)", color=MUTED)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
 def draw_gantt(
     axis: Axes, runs: Sequence[Schedule], until: float, cost_model: str = "ideal"
 ) -> None:
     """Draw schedules that run one after the other: device 0 at the top, 0 to `until` ms."""
-    devices, span = runs[0].problem.devices, _length(runs, cost_model)
-    axis.set_xlim(0, until)
-    axis.set_ylim(devices - 0.5, -0.5)
-    floor = [_box(0, span, device, BAR_HEIGHT) for device in range(devices)]
-    _fill(axis, floor, BUBBLE, zorder=1)
+    _frame(axis, runs[0].problem.devices, until, _length(runs, cost_model))
     begin = 0.0
     for run in runs:
         timing = run.timing(cost_model)
@@ -100,6 +119,14 @@ def draw_gantt(
         _number_bars(axis, run, start, end)
         _mark_chunks(axis, run, start, end)
         begin += timing.makespan / TICKS_PER_MS
+
+
+def _frame(axis: Axes, devices: int, until: float, span: float) -> None:
+    """The empty chart of 0 to `until` ms, of which `span` is bubble where nothing is drawn."""
+    axis.set_xlim(0, until)
+    axis.set_ylim(devices - 0.5, -0.5)
+    floor = [_box(0, span, device, BAR_HEIGHT) for device in range(devices)]
+    _fill(axis, floor, BUBBLE, zorder=1)
     _style(axis)
     axis.set_yticks(range(devices))
     axis.set_ylabel("device", color=MUTED)
