@@ -146,6 +146,15 @@ def assign(
     return given, backlog
 
 
+def pull(free: int, backlog: int, geometry: Geometry) -> int:
+    """How many prompts of the backlog an instance takes that has `free` slots and none waiting.
+
+    Whole prefills: rows that find no slot wait beside them, for they cost nothing.
+    """
+    rows = geometry.prefill_rows
+    return min(-(-free // rows) * rows, backlog)
+
+
 # ------------------------------------------------------------------ migration
 
 

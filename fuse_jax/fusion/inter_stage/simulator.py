@@ -89,6 +89,7 @@ class _World:
             bucket_of(p + r, geometry.buckets)
             for p, r in zip(self.prompts, self.responses, strict=True)
         ]
+        self.had = [0] * count  # tokens of its response that a sample has when it is prefilled
         self.ready = {column: [0] * len(geometry.buckets) for column in columns}
         self.due = {column: [deque() for _ in geometry.buckets] for column in columns}
         self.any_due = 0
@@ -171,44 +172,51 @@ class _World:
             self.scorers.discard(index)
 
     def _launch(self, now: float, index: int) -> None:
-        """Fill free slots, then keep the device supplied with chunks."""
-        instance = self.instances[index]
-        self._fill(now, index)
-        while instance.joined:
+        """Keep an instance that generates supplied with prompts and chunks."""
+        instance, free = self.instances[index], self.geometry.slots
+        free -= len(instance.joined)
+        if free and not instance.queued:
+            for _ in range(policy.pull(free, len(self.backlog), self.geometry)):
+                instance.waiting.append(self.backlog.popleft())
+        while instance.unfinished:
             waits = instance.queued or self.backlog
             if instance.chunks >= (1 if waits else policy.CHUNKS_IN_FLIGHT):
                 break
             if instance.chunks and not instance.live:
                 break  # the controller can't know, but such a chunk would take no time
             self._stream(now, index)
+            self._fill(now, index)
             self._chunk(now, index)
 
     def _fill(self, now: float, index: int) -> None:
-        instance, geometry = self.instances[index], self.geometry
-        while len(instance.joined) < geometry.slots:
+        """Samples that wait go to free slots, read a prefill's rows at a time."""
+        instance = self.instances[index]
+        while len(instance.joined) < self.geometry.slots and instance.queued:
             if not instance.prefilled:
-                if not instance.waiting and self.backlog:
-                    for _ in range(min(geometry.prefill_rows, len(self.backlog))):
-                        instance.waiting.append(self.backlog.popleft())
-                if not instance.waiting:
-                    return
                 self._prefill(now, index)
             sample = instance.prefilled.popleft()
-            self._join(instance, sample, 1)
+            self._join(instance, sample, self.had[sample] + 1)
 
     def _prefill(self, now: float, index: int) -> None:
-        """The next prompts of the first one's bucket, in order; others keep their turn."""
-        instance = self.instances[index]
-        bucket = self.costs.prefill_bucket(self.prompts[instance.waiting[0]])
-        passed: list[int] = []
+        """The next samples of the first one's bucket, in order; others keep their turn.
+
+        Prompts, or prompts with what moved samples have of their responses; draws one token each.
+        """
+        instance, passed = self.instances[index], []
+        bucket = self._prefill_bucket(instance.waiting[0])
         while instance.waiting and len(instance.prefilled) < self.geometry.prefill_rows:
             sample = instance.waiting.popleft()
-            fits = self.costs.prefill_bucket(self.prompts[sample]) == bucket
+            fits = self._prefill_bucket(sample) == bucket
             (instance.prefilled if fits else passed).append(sample)
         instance.waiting.extendleft(reversed(passed))
         self.out.tokens += len(instance.prefilled)
         when = self._occupy(index, now, self.costs.prefill_ms[bucket])
-        self._span(index, "prefill", when, len(instance.prefilled))
+        moved = any(self.had[sample] for sample in instance.prefilled)
+        kind, name = ("move", "prefill") if moved else ("prefill", "")
+        self._span(index, kind, when, len(instance.prefilled), name)
+
+    def _prefill_bucket(self, sample: int) -> int:
+        return self.costs.prefill_bucket(self.prompts[sample] + self.had[sample])
 
     def _join(self, instance: _Instance, sample: int, generated: int) -> None:
         """A sample that has `generated` tokens enters a slot, behind the dispatched chunks."""
@@ -285,7 +293,9 @@ class _World:
             for s, (step, had) in instance.joined.items()
         )
         waiting = (*instance.prefilled, *instance.waiting)
-        return InstanceView(live, tuple(Unfinished(s, self.prompts[s], 0, cap) for s in waiting))
+        return InstanceView(
+            live, tuple(Unfinished(s, self.prompts[s], self.had[s], cap) for s in waiting)
+        )
 
     def _migrate(self, now: float) -> None:
         # The first test is must_migrate's own, made here because it is asked at every event.
@@ -326,14 +336,17 @@ class _World:
         held = {s: had + source.steps - step for s, (step, had) in source.joined.items()}
         for move in moves:
             target = self.instances[move.destination]
-            if move.way is None:
-                target.waiting.extend(move.sample_ids)
+            if move.way is not None:
+                self.out.tokens += sum(held[s] - source.joined[s][1] for s in move.sample_ids)
+            if move.way == "kv":
+                when = self._occupy(move.destination, now, move.predicted_ms)
+                self._span(move.destination, "move", when, len(move.sample_ids), "kv")
+                for sample in move.sample_ids:
+                    self._join(target, sample, held[sample])
                 continue
-            when = self._occupy(move.destination, now, move.predicted_ms)
-            self._span(move.destination, "move", when, len(move.sample_ids), move.way)
-            for sample in move.sample_ids:
-                self.out.tokens += held[sample] - source.joined[sample][1]
-                self._join(target, sample, held[sample])
+            for sample in reversed(move.sample_ids):
+                self.had[sample] = held.get(sample, 0)
+                target.waiting.appendleft(sample)
         self.out.moves += moves
         self.out.tokens -= len(source.prefilled)  # drawn here, and drawn again where they go
         source.live, source.joined = [], {}

@@ -48,6 +48,11 @@ def test_dispatch_avoids_the_loaded_and_the_failed():
         policy.dispatch([1.0], 2, loads=[math.inf, math.inf])
 
 
+def test_whole_prefills_are_pulled():
+    assert [policy.pull(free, 9, GEOMETRY) for free in (0, 1, 2, 3)] == [0, 2, 2, 4]
+    assert policy.pull(3, 1, GEOMETRY) == 1
+
+
 # ------------------------------------------------------------------ migration
 
 

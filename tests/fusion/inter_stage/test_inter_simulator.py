@@ -112,7 +112,9 @@ def test_reading_anew_costs_the_destination_a_prefill():
     plan = Plan("fixed", threshold=3, keep=1)
     seen = simulate(plan, FOUR, costs, FOUR_WORK, record=True)
     assert seen.moves == [policy.Move(0, 1, (2,), "prefill", 1.5)]
+    # It draws a token too: two more steps to 6.5, and seven of the other sample to 11.5.
     assert bars(seen, 1, "move") == [(3.0, 4.5)]
+    assert seen.finished_at.tolist() == [1.0, 11.5, 6.5, 2.0]
 
 
 def test_a_shared_backlog():
