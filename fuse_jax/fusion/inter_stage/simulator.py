@@ -17,7 +17,8 @@ from fuse_jax.buckets import bucket_of
 from fuse_jax.fusion.inter_stage import policy
 from fuse_jax.fusion.inter_stage.costs import Costs, Geometry
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
-from fuse_jax.fusion.inter_stage.policy import InstanceView, Plan, Unfinished
+from fuse_jax.fusion.inter_stage.policy import InstanceView, Plan
+from fuse_jax.fusion.inter_stage.simulated_instance import SimulatedInstance
 from fuse_jax.fusion.inter_stage.spans import Span
 from fuse_jax.fusion.inter_stage.workload import Outcome, Workload
 
@@ -44,33 +45,6 @@ def simulate(
     return world.run()
 
 
-class _Instance:
-    """One device queue, what is in its slots, and what the controller has seen of it."""
-
-    def __init__(self) -> None:
-        self.free_at = 0.0  # when the device has done all that was dispatched
-        self.steps = 0  # decode steps dispatched
-        self.steps_read = 0
-        self.live: list[tuple[int, int]] = []  # heap of (step it ends at, sample)
-        self.joined: dict[int, tuple[int, int]] = {}  # slot holder -> (step, tokens it had then)
-        self.offset = 0.0  # context of the longest (or of all) live slots, less `steps`
-        self.waiting: deque[int] = deque()
-        self.prefilled: deque[int] = deque()
-        self.chunks = 0  # in flight
-        self.batches = 0
-        self.leaving = False
-        self.weights_at: float | None = None
-
-    @property
-    def queued(self) -> int:
-        return len(self.waiting) + len(self.prefilled)
-
-    @property
-    def unfinished(self) -> int:
-        """As the controller sees it."""
-        return len(self.joined) + self.queued
-
-
 class _World:
     def __init__(
         self,
@@ -83,11 +57,10 @@ class _World:
     ) -> None:
         self.plan, self.geometry, self.costs = plan, geometry, costs
         self.workload, self.history, self.record = workload, history, record
-        self.prompts, self.responses = workload.prompts, workload.responses
-        count, columns = len(self.responses), geometry.columns
+        count, columns = len(workload.responses), geometry.columns
         self.bucket = [
             bucket_of(p + r, geometry.buckets)
-            for p, r in zip(self.prompts, self.responses, strict=True)
+            for p, r in zip(workload.prompts, workload.responses, strict=True)
         ]
         self.had = [0] * count  # tokens of its response that a sample has when it is prefilled
         self.ready = {column: [0] * len(geometry.buckets) for column in columns}
@@ -99,7 +72,9 @@ class _World:
         )
         self.events: list[tuple] = []
         self.number = 0
-        self.instances = [_Instance() for _ in range(geometry.instances)]
+        self.instances = [
+            SimulatedInstance(workload, costs.decode, self.had) for _ in range(geometry.instances)
+        ]
         self.scorers: set[int] = set()
         self.ends = [0.0] * geometry.instances  # expected, and of how many samples it would be late
         self.late = [0.0] * geometry.instances
@@ -127,13 +102,6 @@ class _World:
         self.number += 1
         heapq.heappush(self.events, (time, self.number, what, index, payload))
 
-    def _occupy(self, index: int, earliest: float, ms: float) -> tuple[float, float]:
-        """Queue `ms` of device time on an instance; returns its start and end."""
-        instance = self.instances[index]
-        start = max(earliest, instance.free_at)
-        instance.free_at = start + ms
-        return start, start + ms
-
     def _span(self, index: int, kind: str, when: tuple[float, float], count: int, name="") -> None:
         if self.record:
             self.out.spans.append(Span(index, kind, *when, count, name))
@@ -141,7 +109,7 @@ class _World:
     # ------------------------------------------------------------------ generation
 
     def _start(self) -> None:
-        predicted = self.workload.predicted or [1.0] * len(self.responses)
+        predicted = self.workload.predicted or [1.0] * self.unfinished
         given, backlog = policy.assign(predicted, self.geometry.instances, self.geometry.slots)
         self.backlog = deque(backlog)
         for index, prompts in enumerate(given):
@@ -195,7 +163,7 @@ class _World:
             if not instance.prefilled:
                 self._prefill(now, index)
             sample = instance.prefilled.popleft()
-            self._join(instance, sample, self.had[sample] + 1)
+            instance.join(sample, self.had[sample] + 1)
 
     def _prefill(self, now: float, index: int) -> None:
         """The next samples of the first one's bucket, in order; others keep their turn.
@@ -210,58 +178,24 @@ class _World:
             (instance.prefilled if fits else passed).append(sample)
         instance.waiting.extendleft(reversed(passed))
         self.out.tokens += len(instance.prefilled)
-        when = self._occupy(index, now, self.costs.prefill_ms[bucket])
+        when = self.instances[index].occupy(now, self.costs.prefill_ms[bucket])
         moved = any(self.had[sample] for sample in instance.prefilled)
         kind, name = ("move", "prefill") if moved else ("prefill", "")
         self._span(index, kind, when, len(instance.prefilled), name)
 
     def _prefill_bucket(self, sample: int) -> int:
-        return self.costs.prefill_bucket(self.prompts[sample] + self.had[sample])
-
-    def _join(self, instance: _Instance, sample: int, generated: int) -> None:
-        """A sample that has `generated` tokens enters a slot, behind the dispatched chunks."""
-        instance.joined[sample] = (instance.steps, generated)
-        end = instance.steps + self.responses[sample] - generated
-        heapq.heappush(instance.live, (end, sample))
-        self._measure(instance)
-
-    def _measure(self, instance: _Instance) -> None:
-        """Context of the live slots, less the steps: it grows with them."""
-        offsets = [
-            self.prompts[s] + instance.joined[s][1] - instance.joined[s][0]
-            for _, s in instance.live
-        ]
-        longest = self.costs.decode.statistic == "longest"
-        if offsets:
-            instance.offset = max(offsets) if longest else sum(offsets) / len(offsets)
+        return self.costs.prefill_bucket(self.workload.prompts[sample] + self.had[sample])
 
     def _chunk(self, now: float, index: int) -> None:
-        """Dispatch a chunk: up to `chunk` steps, fewer if all slots are done before."""
-        instance, live = self.instances[index], self.instances[index].live
-        before = instance.steps
-        finished = self._pop(live, before)
-        count = len(live)
-        steps = min(self.geometry.chunk, max(end for end, _ in live) - before) if live else 0
-        context = instance.offset + before + steps / 2
-        ms = steps * self.costs.decode(count, context) if count else 0.0
-        instance.steps = before + steps
-        finished += self._pop(live, instance.steps)
-        if len(live) < count:
-            self._measure(instance)
+        instance = self.instances[index]
+        live, steps, ms, finished = instance.decode_chunk(self.geometry.chunk)
         for sample in finished:
-            self.out.tokens += self.responses[sample] - instance.joined[sample][1]
+            self.out.tokens += self.workload.responses[sample] - instance.joined[sample][1]
         self.out.steps += steps
-        when = self._occupy(index, now + self.costs.host_ms, ms)
-        self._span(index, "decode", when, count)
+        when = instance.occupy(now + self.costs.host_ms, ms)
+        self._span(index, "decode", when, live)
         instance.chunks += 1
         self._at(when[1], self._read, index, (finished, instance.steps))
-
-    @staticmethod
-    def _pop(live: list[tuple[int, int]], step: int) -> list[int]:
-        finished = []
-        while live and live[0][0] <= step:
-            finished.append(heapq.heappop(live)[1])
-        return finished
 
     def _read(self, now: float, index: int, payload: tuple[list[int], int]) -> None:
         """A chunk is read: finished samples are due for scoring."""
@@ -286,16 +220,8 @@ class _World:
 
     # ------------------------------------------------------------------ migration
 
-    def _view(self, index: int) -> InstanceView:
-        instance, cap = self.instances[index], self.workload.cap
-        live = tuple(
-            Unfinished(s, self.prompts[s], had + max(instance.steps_read - step, 0), cap)
-            for s, (step, had) in instance.joined.items()
-        )
-        waiting = (*instance.prefilled, *instance.waiting)
-        return InstanceView(
-            live, tuple(Unfinished(s, self.prompts[s], self.had[s], cap) for s in waiting)
-        )
+    def _views(self) -> list[InstanceView]:
+        return [instance.view() for instance in self.instances]
 
     def _migrate(self, now: float) -> None:
         # The first test is must_migrate's own, made here because it is asked at every event.
@@ -307,7 +233,7 @@ class _World:
         )
         if not due:
             return
-        views = [self._view(index) for index in range(len(self.instances))]
+        views = self._views()
         self.out.kept = policy.choose_kept(self.plan, views, self.history)
         self.out.migrated_at = now
         leaving = [
@@ -327,31 +253,29 @@ class _World:
         source.leaving = False
         moves = policy.moves_from(
             index,
-            [self._view(i) for i in range(len(self.instances))],
+            self._views(),
             self.out.kept,
             plan=self.plan,
             geometry=self.geometry,
             costs=self.costs,
         )
-        held = {s: had + source.steps - step for s, (step, had) in source.joined.items()}
+        self.out.tokens -= len(source.prefilled)  # drawn here, and drawn again where they go
+        before = {sample: had for sample, (_, had) in source.joined.items()}
+        held = source.clear()
         for move in moves:
             target = self.instances[move.destination]
             if move.way is not None:
-                self.out.tokens += sum(held[s] - source.joined[s][1] for s in move.sample_ids)
+                self.out.tokens += sum(held[s] - before[s] for s in move.sample_ids)
             if move.way == "kv":
-                when = self._occupy(move.destination, now, move.predicted_ms)
+                when = target.occupy(now, move.predicted_ms)
                 self._span(move.destination, "move", when, len(move.sample_ids), "kv")
                 for sample in move.sample_ids:
-                    self._join(target, sample, held[sample])
+                    target.join(sample, held[sample])
                 continue
             for sample in reversed(move.sample_ids):
                 self.had[sample] = held.get(sample, 0)
                 target.waiting.appendleft(sample)
         self.out.moves += moves
-        self.out.tokens -= len(source.prefilled)  # drawn here, and drawn again where they go
-        source.live, source.joined = [], {}
-        source.waiting.clear()
-        source.prefilled.clear()
         for kept in self.out.kept:
             self._step(now, kept)
 
@@ -361,7 +285,7 @@ class _World:
         """What streaming wants to know of an instance: when it may end, how likely as the last."""
         if not self.plan.stream:
             return
-        view, free = self._view(index), max(now, self.instances[index].free_at)
+        view, free = self.instances[index].view(), max(now, self.instances[index].free_at)
         self.ends[index] = policy.expected_end(free, view, self.history, self.geometry, self.costs)
         self.late[index] = policy.outlasting(free, view, self.history, self.costs, max(self.ends))
 
@@ -404,7 +328,7 @@ class _World:
         self.out.padding_rows += rows - len(samples)
         instance.batches += 1
         earliest = max(now + self.costs.host_ms, instance.weights_at or 0.0)
-        when = self._occupy(index, earliest, self.costs.score_ms[column][bucket])
+        when = self.instances[index].occupy(earliest, self.costs.score_ms[column][bucket])
         self.score_spans.append(when)
         self._span(index, "score", when, len(samples), column)
         self._at(when[1], self._scored, index, (column, samples))
