@@ -187,7 +187,7 @@ def test_figures_of_a_timeline():
 
 
 def test_no_jax():
-    names = "simulated_instance bound choose costs fitting lengths plot policy simulator spans study sweep workload"
+    names = "bound choose costs fitting lengths plot policy simulator spans study sweep workload"
     script = ";".join(f"import fuse_jax.fusion.inter_stage.{name}" for name in names.split())
     check = "import sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", f"{script};{check}"]).returncode == 0
