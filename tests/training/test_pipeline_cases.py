@@ -1,0 +1,111 @@
+"""The compiled pipeline over everything that may be varied, every pair of choices once; by hand."""
+
+import itertools
+from functools import partial
+
+import jax
+import numpy as np
+import pipeline_toy as toy
+import pytest
+
+from fuse_jax.config import OptimizerConfig
+from fuse_jax.placement.mesh import single_device_mesh
+from fuse_jax.training.gradients import serial_gradients
+from fuse_jax.training.ppo_step import create_ppo_state, ppo_step
+
+pytestmark = pytest.mark.slow
+CHOICES = {
+    "stages": ((4, 4), (4, 2), (8, 8), (2, 4)),
+    "micro_batches": (1, 2, 4),  # times the devices
+    "unequal": (False, True),
+    "empty": (False, True),
+    "tied": (False, True),
+    "transport": ("mailbox", "pair", "ring"),
+    "split": (False, True),
+}
+
+
+def pairwise(choices):
+    """Few cases in which every pair of values of two choices stands together somewhere."""
+    names = list(choices)
+    open_pairs = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(names, 2)
+        for x in choices[a]
+        for y in choices[b]
+    }
+
+    def covers(case):
+        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)} & open_pairs
+
+    every = [dict(zip(names, values)) for values in itertools.product(*choices.values())]
+    cases = []
+    while open_pairs:
+        cases.append(max(every, key=lambda case: len(covers(case))))
+        open_pairs -= covers(cases[-1])
+    return cases
+
+
+CASES = pairwise(CHOICES)
+
+
+def test_the_cases_are_few():
+    assert len(CASES) <= 24
+
+
+@pytest.mark.parametrize("chosen", CASES, ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_gradients_of_every_pair_of_choices(chosen):
+    stages, layers = chosen["stages"], chosen["stages"]
+    count = chosen["micro_batches"] * max(stages)
+    hp = toy.hyper_parameters(layers, tied=chosen["tied"])
+    params = toy.parameters(hp)
+    real = count - 1 if chosen["empty"] else count
+    batch = toy.minibatch(real, toy.TWO if chosen["unequal"] else toy.ONE, room=count)
+    case = toy.Case(stages, batch, hp, transport=chosen["transport"], split=chosen["split"])
+    expected, _ = toy.serial(params, batch, hp=hp)
+    fused, serial = (case(params, schedule) for schedule in ("fused", "serial"))
+    found = toy.error(fused[0], expected)
+    print(f"error {found:.1e}")
+    assert found < 1e-6
+    assert toy.bits(fused) == toy.bits(serial)
+    assert case.function._cache_size() == 1
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_parameters_after_ten_updates_on_recorded_experience(kind):
+    """Through the pipeline and through one device, by the same optimiser."""
+    optimizer = {
+        "sgd": OptimizerConfig(name="sgd", learning_rate=1e-4),
+        "adam": OptimizerConfig(name="adamw", learning_rate=1e-4, eps=1e-5),
+    }[kind]
+    hp = toy.hyper_parameters((4, 4), actor_optimizer=optimizer, critic_optimizer=optimizer)
+    params = toy.parameters(hp)
+    batches = [toy.minibatch(8, toy.TWO, seed=seed) for seed in range(10)]
+    case = toy.Case((4, 4), batches[0], hp, transport="pair")
+    state = create_ppo_state(params, hp, single_device_mesh())
+    start = jax.tree.map(np.asarray, state.params)
+    step = jax.jit(partial(ppo_step, hp=hp), static_argnames="gradients")
+    plain = partial(serial_gradients, hp=hp)
+    piped = partial(case.pipeline, hp=hp)
+    ends = []
+    for gradients in (plain, piped):
+        now = jax.tree.map(lambda x: x, state)
+        for batch in batches:
+            given = case.planned("fused", batch) if gradients is piped else batch
+            now, _ = step(now, given, gradients=gradients)
+        ends.append(jax.tree.map(np.asarray, now.params))
+    difference = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), *ends)
+    assert max(jax.tree.leaves(difference)) < 1e-5
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), ends[0], start)
+    assert max(jax.tree.leaves(moved)) > 1e-5  # the updates are larger than the tolerance
+
+
+def test_temporary_memory_does_not_grow_with_micro_batches():
+    sizes = []
+    for count in (8, 32):
+        hp = toy.hyper_parameters((4, 4))
+        case = toy.Case((4, 4), toy.minibatch(count), hp, transport="pair")
+        shapes = jax.eval_shape(lambda hp=hp: toy.parameters(hp))
+        memory = case.function.lower(shapes, case.planned()).compile().memory_analysis()
+        sizes.append(memory.temp_size_in_bytes)
+    assert sizes[1] <= 1.05 * sizes[0]
