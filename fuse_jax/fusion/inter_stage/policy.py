@@ -306,10 +306,9 @@ def bring_weights(
 ) -> bool:
     """Whether an instance should now bring the frozen weights in (asked until it has).
 
-    With room beside generation they come at once, otherwise when it is about to score.
+    With room beside generation they come at once, serial or not, otherwise when it is to score.
     """
-    ahead = plan.handoff and costs.weights_ahead
-    return ahead or may_score(plan, own_unfinished, unfinished, backlog)
+    return costs.weights_ahead or may_score(plan, own_unfinished, unfinished, backlog)
 
 
 # ------------------------------------------------------------------ scoring in the gaps

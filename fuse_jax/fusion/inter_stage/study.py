@@ -12,7 +12,7 @@ import numpy as np
 
 from fuse_jax.buckets import automatic_lengths, make_buckets
 from fuse_jax.fusion.inter_stage.bound import ideal_bound
-from fuse_jax.fusion.inter_stage.choose import Predictor, choose_with
+from fuse_jax.fusion.inter_stage.choose import Predictor, choose_with, migrations
 from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable, Geometry
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.plot import plot_timeline
@@ -80,6 +80,8 @@ def run(options: argparse.Namespace) -> str:
     except ValueError as error:
         raise StudyError(f"{error} (from the options; --help lists them)") from error
     predict = Predictor(study.geometry, study.costs, study.workloads, study.history)
+    if options.sweep and not migrations(predict.samples, study.geometry):
+        raise StudyError("--sweep: needs at least 2 instances and 2 samples to migrate anything")
     bound = float(np.mean([ideal_bound(study.geometry, study.costs, w) for w in study.workloads]))
     plans = _plans(predict, options)
     drawn = plans[-1]

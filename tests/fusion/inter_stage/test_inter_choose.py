@@ -271,6 +271,14 @@ def test_bad_options_are_named(option, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_sweep_of_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    for alone in ("--instances=1", "--samples=1"):
+        assert simulate_cli(*SMALL, "--sweep", alone, f"--out={tmp_path / 'out'}") == 2
+        assert "--sweep" in capsys.readouterr().err
+        assert simulate_cli(*SMALL, alone, f"--out={tmp_path / 'out'}") == 0
+
+
 def test_a_bad_file_of_lengths(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)
     file = tmp_path / "lengths.txt"

@@ -205,8 +205,9 @@ def test_weights_come_ahead_where_there_is_room():
     assert policy.bring_weights(handed, COSTS, 3, 9, 0)
     assert not policy.bring_weights(handed, tight, 3, 9, 0)
     assert policy.bring_weights(handed, tight, 0, 9, 0)
-    assert not policy.bring_weights(policy.SERIAL, COSTS, 3, 9, 0)
-    assert policy.bring_weights(policy.SERIAL, COSTS, 0, 0, 0)
+    assert policy.bring_weights(policy.SERIAL, COSTS, 3, 9, 0)
+    assert not policy.bring_weights(policy.SERIAL, tight, 0, 9, 0)
+    assert policy.bring_weights(policy.SERIAL, tight, 0, 0, 0)
 
 
 def test_streaming_is_for_those_unlikely_to_be_last():
