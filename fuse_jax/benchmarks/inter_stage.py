@@ -312,7 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     try:
-        jax.config.update("jax_num_cpu_devices", args.instances)
+        # XLA has a thread a device. Sleeping devices hold theirs, and without others the host's
+        # copies would wait for them.
+        jax.config.update("jax_num_cpu_devices", 3 * args.instances)
     except RuntimeError:  # devices are there already; there may be enough
         if len(jax.devices()) < args.instances:
             raise

@@ -60,11 +60,12 @@ def _registered() -> None:
 def _sleep(ms: Array, token: Array) -> Array:
     """`token`, once the device has slept `ms`.
 
-    In a loop of one step, because XLA runs a program that looks cheap in the thread that
-    dispatches it.
+    In a loop whose length (one) XLA cannot know: a program that looks cheap would run in the thread
+    that dispatches it, and hold up the controller.
     """
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((), jnp.float32))
-    return jax.lax.fori_loop(0, 1, lambda _, t: call(ms, t), token)
+    once = 1 + (token > 0).astype(jnp.int32)
+    return jax.lax.fori_loop(0, once, lambda _, t: call(ms, t), token)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -47,7 +47,6 @@ class Lane:
         self.instance, self.index = instance, instance.index
         self.alive = True
         self.leaving = False  # its samples move away: nothing more is launched
-        self.streamed = False  # scored a batch since its last chunk
         self.timeline = timeline
         self.stats = RolloutStats()
         self._models, self._seed_key = models, seed_key
@@ -91,12 +90,13 @@ class Lane:
         batcher = self.batcher
         return not batcher.waiting and len(batcher.live) < self.instance.engine.rollout.slots
 
-    def collect(self) -> list[Sample] | None:
-        """Samples of the oldest chunk, or None if it is not there yet."""
-        if self._batcher is None or not self._batcher.is_ready():
-            return None
-        self.streamed = False
-        return self._batcher.collect()
+    def chunk_ready(self) -> bool:
+        """Whether `collect` would not wait."""
+        return self._batcher is not None and self._batcher.is_ready()
+
+    def collect(self) -> list[Sample]:
+        """Samples that the oldest chunk finished."""
+        return self.batcher.collect()
 
     def may_launch(self, backlog: int) -> bool:
         """Whether another chunk can usefully be launched now; `backlog` prompts have no instance.
@@ -152,11 +152,15 @@ class Lane:
             self.index, "score", pending.arrays[-1], len(samples), unit.column, ids
         )
 
-    def next_scored(self) -> Unit | None:
-        """The oldest scoring batch if it is there; `scored` takes it off."""
-        unit = self._units[0] if self._units else None
-        ready = unit is not None and unit.pending is not None and unit.pending.is_ready()
-        return unit if ready else None
+    @property
+    def oldest_unit(self) -> Unit:
+        """The oldest scoring batch; `scored` takes it off."""
+        return self._units[0]
+
+    def score_ready(self) -> bool:
+        """Whether reading it would not wait."""
+        pending = self._units[0].pending if self._units else None
+        return pending is not None and pending.is_ready()
 
     def scored(self) -> None:
         """The oldest scoring batch has been read."""

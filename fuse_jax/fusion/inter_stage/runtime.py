@@ -32,7 +32,9 @@ from fuse_jax.scoring.columns import Model, Role, Scored
 from fuse_jax.scoring.reward_function import RewardResult
 from fuse_jax.scoring.sample_rewards import TextRewards
 
-POLL_SECONDS = 1e-3  # between two looks at the devices when nothing has changed
+# Between two looks at the devices while nothing changes: short at first, then longer. A device has
+# its next piece of work already, so what is seen late costs little, and looking costs a core.
+POLL_SECONDS = (2e-4, 4e-4, 8e-4, 2e-3)
 T = TypeVar("T")
 
 
@@ -136,12 +138,16 @@ class Controller:
         began = time.thread_time()
         self._assign()
         self._decide()
+        idle = 0
         while not self._complete():
             if self._read():
                 self._decide()
+                idle = 0
             else:
-                self._check_going_on()
-                time.sleep(POLL_SECONDS)
+                if idle == len(POLL_SECONDS):
+                    self._check_going_on()
+                time.sleep(POLL_SECONDS[min(idle, len(POLL_SECONDS) - 1)])
+                idle += 1
         total = self.timeline.now()
         self.timeline.wait()
         self.counts.scheduler_s = time.thread_time() - began - self._handed_s
@@ -166,9 +172,13 @@ class Controller:
         """Take what has become ready; whether anything has."""
         self.timeline.settle()
         changed = False
-        for lane in self._alive():
-            changed |= self._read_chunk(lane)
-            changed |= self._read_scores(lane)
+        for lane in self.lanes:
+            if lane.chunk_ready():
+                self._read_chunk(lane)
+                changed = True
+            if lane.score_ready():
+                self._read_score(lane)
+                changed = True
         return self._poll_rewards() or changed
 
     def _decide(self) -> None:
@@ -208,15 +218,14 @@ class Controller:
         for lane in self.lanes:
             self._expect(lane)
 
-    def _read_chunk(self, lane: Lane) -> bool:
+    def _read_chunk(self, lane: Lane) -> None:
         finished = self._attempt(lane, lane.collect)
         if finished is None:
-            return False
+            return
         for sample in finished:
             self._finish(sample, lane)
         self._expect(lane)
         lane.retire()
-        return True
 
     def _finish(self, sample: Sample, lane: Lane) -> None:
         """A sample is generated: its columns are due now, and so is its reward."""
@@ -342,21 +351,19 @@ class Controller:
         self.counts.padding_rows += rows - len(positions)
         self._attempt(lane, lambda: lane.score(unit, samples))
 
-    def _read_scores(self, lane: Lane) -> bool:
-        unit = lane.next_scored() if lane.alive else None
-        if unit is None or unit.pending is None:
-            return False
-        pending = unit.pending
+    def _read_score(self, lane: Lane) -> None:
+        unit = lane.oldest_unit
+        assert unit.pending is not None
+        write = unit.pending.write
         found = [Scored() for _ in unit.samples]  # not the real ones: reading may fail half-way
-        if not self._done(lane, lambda: pending.write(found)):
-            return True
+        if not self._done(lane, lambda: write(found)):
+            return
         for position, one in zip(unit.samples, found, strict=True):
             for name, value in vars(one).items():
                 if value is not None:
                     setattr(self.scored[position], name, value)
         self.table.complete(unit.column, unit.samples)
         lane.scored()
-        return True
 
     def _expect(self, lane: Lane) -> None:
         """What streaming wants to know of an instance: when it may end, how likely as the last."""
