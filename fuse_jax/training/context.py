@@ -90,6 +90,8 @@ def open_run(config: Config, workdir: Path, *, resume: bool, say: Callable[[str]
     archs = architectures(config)
     mesh = make_mesh(config.mesh)
     check_cuts(archs, mesh)
+    if "ppo" in config.stages:
+        check_layers(config, archs)
     check_score_head(config)
     check_claim(config, workdir, resume=resume)
     task = build_task(config, say)
@@ -115,8 +117,6 @@ def check_cuts(archs: Mapping[Role, Architecture], mesh: Mesh) -> None:
     for role, arch in archs.items():
         with refusing(role):
             check_divisible(arch, sizes)
-    if "ppo" in config.stages:
-        check_layers(config, archs)
 
 
 def check_lengths(config: Config, archs: Mapping[Role, Architecture], task: Task) -> None:
