@@ -48,7 +48,7 @@ class Predictor:
         return sum(self._one(plan, i) for i in range(count)) / count
 
     def _one(self, plan: Plan, index: int) -> float:
-        key = (plan.handoff, plan.threshold, plan.keep, plan.stream, plan.way, index)
+        key = (plan.handoff, plan.threshold, plan.keep, plan.stream, plan.pack, plan.way, index)
         if key not in self._known:
             outcome = simulate(
                 plan, self.geometry, self.costs, self.workloads[index], history=self.history
@@ -71,17 +71,33 @@ class Predictor:
 
 
 def draw_workloads(
-    prompts: Sequence[int], history: LengthHistory, cap: int, *, draws: int = 4, seed: int = 0
+    prompts: Sequence[int],
+    history: LengthHistory,
+    cap: int,
+    *,
+    predicted: Sequence[float] = (),
+    ratios: Sequence[float] = (),
+    draws: int = 4,
+    seed: int = 0,
 ) -> list[Workload]:
-    """Workloads of these prompt lengths, responses drawn from past lengths (cut at `cap`)."""
+    """Workloads of these prompt lengths, responses drawn from past lengths (cut at `cap`).
+
+    With `predicted` lengths, and past `ratios` of actual to predicted ones, a response is its
+    prediction times one of those (see `lengths.PromptLengths`).
+    """
     if not history.lengths:
         raise ValueError("no response lengths seen yet: nothing to draw from")
     generator = np.random.default_rng(seed)
-    known = np.minimum(history.lengths, cap)
-    return [
-        Workload(tuple(prompts), tuple(generator.choice(known, len(prompts)).tolist()), cap)
-        for _ in range(draws)
-    ]
+
+    def one() -> Workload:
+        if len(predicted) and len(ratios):
+            drawn = np.array(predicted) * generator.choice(ratios, len(prompts))
+        else:
+            drawn = generator.choice(history.lengths, len(prompts))
+        responses = np.clip(np.round(drawn), 1, cap).astype(int)
+        return Workload(tuple(prompts), tuple(responses.tolist()), cap, tuple(predicted))
+
+    return [one() for _ in range(draws)]
 
 
 def thresholds(samples: int) -> list[int]:
@@ -98,10 +114,12 @@ def keeps(instances: int) -> list[int]:
     return sorted({1, 2, 3, 4, *(round(share * instances) for share in shares)} - {0, instances})
 
 
-def migrations(samples: int, geometry: Geometry, way: WayChoice = "auto") -> list[Plan]:
+def migrations(
+    samples: int, geometry: Geometry, way: WayChoice = "auto", *, pack: bool = False
+) -> list[Plan]:
     """Plans that migrate: pairs (R_t, m) of which the m instances have slots for R_t samples."""
     return [
-        Plan("simulated", threshold=threshold, keep=keep, way=way)
+        Plan("simulated", threshold=threshold, keep=keep, way=way, pack=pack)
         for threshold in thresholds(samples)
         for keep in keeps(geometry.instances)
         if threshold <= keep * geometry.slots
@@ -136,6 +154,8 @@ def choose(
     history: LengthHistory,
     cap: int,
     *,
+    predicted: Sequence[float] = (),
+    ratios: Sequence[float] = (),
     threshold: int = 0,
     keep: int = 0,
     way: WayChoice = "auto",
@@ -149,6 +169,7 @@ def choose(
         the samples, the paper's best; `simulated` and `auto` hand samples over without migrating,
         which needs no forecast.
       cap: the most tokens of a response.
+      predicted, ratios: see `draw_workloads`. With both, packing is tried too.
       threshold, keep: R_t and m of `fixed`; `threshold` also fixes R_t of `knee` (0: choose it).
 
     Raises ValueError: an unknown policy, or R_t and m that cannot be.
@@ -160,7 +181,8 @@ def choose(
         _check_fixed(threshold, keep, geometry)
     if not history.lengths:
         return _unpredicted(policy, geometry, costs, len(prompts), threshold, keep, way)
-    workloads = draw_workloads(prompts, history, cap, draws=draws, seed=seed)
+    trusted = {"predicted": predicted, "ratios": ratios} if len(ratios) else {}
+    workloads = draw_workloads(prompts, history, cap, draws=draws, seed=seed, **trusted)
     predict = Predictor(geometry, costs, workloads, history)
     return choose_with(predict, policy, threshold=threshold, keep=keep, way=way)
 
@@ -174,11 +196,14 @@ def choose_with(
     knee = knee_plans(samples, geometry, costs, way)
     if policy == "knee" and threshold:
         knee = [Plan("knee", threshold=threshold, keep=knee_keep(threshold, geometry, costs))]
+    packed = []
+    if predict.workloads[0].predicted:
+        packed = [replace(handed, pack=True), *migrations(samples, geometry, way, pack=True)]
     candidates = {
         "serial": [SERIAL],
         "fixed": [Plan("fixed", threshold=threshold, keep=keep)],
         "knee": knee or [handed],
-        "simulated": [handed, *migrations(samples, geometry, way)],
+        "simulated": [handed, *migrations(samples, geometry, way), *packed],
         "stream": [Plan("stream", stream=True)],
     }
     if policy != "auto":
@@ -249,6 +274,8 @@ def _reason(plan: Plan, samples: int) -> str:
         what = f"migration to {plan.keep} at {plan.threshold} unfinished ({share:.0%})"
     else:
         what = "hand-off without migration"
+    if plan.pack:
+        what += ", alike predicted lengths together"
     gain = plan.serial_ms / plan.predicted_ms
     return f"{what}: {ms_text(plan.predicted_ms)} ms predicted, {gain:.3f}x serial"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -81,3 +81,43 @@ class LengthHistory:
         below_a = np.searchsorted(a, points, side="right") / len(a)
         below_b = np.searchsorted(b, points, side="right") / len(b)
         return float(np.abs(below_a - below_b).max())
+
+
+@dataclass
+class PromptLengths:
+    """Response lengths by prompt, for prompts that are asked again.
+
+    `ratios` are actual / predicted lengths of the last responses to prompts that were known: how
+    far a prediction is to be trusted.
+    """
+
+    ratios: tuple[float, ...] = ()
+    _seen: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # responses, tokens
+    _responses: int = 0
+    _tokens: int = 0
+
+    def predict(self, prompts: Sequence[Hashable]) -> tuple[float, ...]:
+        """Tokens of a response to each, () if none of them is known.
+
+        (tokens seen + overall mean) / (responses seen + 1): one response alone says little.
+        """
+        if not any(prompt in self._seen for prompt in prompts):
+            return ()
+        mean = self._tokens / self._responses
+        known = [self._seen.get(prompt, (0, 0)) for prompt in prompts]
+        return tuple((tokens + mean) / (count + 1) for count, tokens in known)
+
+    def observe(
+        self, prompts: Sequence[Hashable], lengths: Sequence[int], window: int = 2048
+    ) -> None:
+        """Take note of the responses of an iteration."""
+        predicted = self.predict(prompts)
+        if predicted:
+            pairs = zip(prompts, lengths, predicted, strict=True)
+            new = [length / expected for key, length, expected in pairs if key in self._seen]
+            self.ratios = (*self.ratios, *new)[-window:]
+        for prompt, length in zip(prompts, lengths, strict=True):
+            count, tokens = self._seen.get(prompt, (0, 0))
+            self._seen[prompt] = (count + 1, tokens + int(length))
+            self._responses += 1
+            self._tokens += int(length)

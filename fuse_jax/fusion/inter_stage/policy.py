@@ -37,6 +37,9 @@ class Plan:
       keep: m: instances that go on generating after the migration.
       stream: generating instances score full batches in between their chunks, where that does not
         make them the last to finish.
+      pack: prompts of alike predicted length start together, so that most instances are done early;
+        else long ones are spread. Packing wins where decoding costs the same for few slots and
+        many, and loses where it saturates.
       way: how live slots move; "auto" = whichever is predicted cheaper.
       predicted_ms, serial_ms: generation and scoring under this plan, and under the serial one;
         None if nothing was simulated.
@@ -48,6 +51,7 @@ class Plan:
     threshold: int = 0
     keep: int = 0
     stream: bool = False
+    pack: bool = False
     way: WayChoice = "auto"
     predicted_ms: float | None = None
     serial_ms: float | None = None
@@ -127,15 +131,18 @@ def dispatch(
 
 
 def assign(
-    predicted: Sequence[float], instances: int, slots: int
+    predicted: Sequence[float], instances: int, slots: int, *, pack: bool = False
 ) -> tuple[list[list[int]], list[int]]:
     """Prompts of each instance at the start, at most `slots` each, and the backlog all share.
 
     Longest predicted first in both: what is long should start early. An instance with a free slot
-    and nothing waiting takes the next prompts of the backlog.
+    and nothing waiting takes the next prompts of the backlog. `pack`: see `Plan`.
     """
     order = sorted(range(len(predicted)), key=lambda i: (-predicted[i], i))
     first, backlog = order[: instances * slots], order[instances * slots :]
+    if pack:
+        share = -(-len(first) // instances)
+        return [first[i * share : (i + 1) * share] for i in range(instances)], backlog
     given: list[list[int]] = [[] for _ in range(instances)]
     load = [0.0] * instances
     for prompt in first:

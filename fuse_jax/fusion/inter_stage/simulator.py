@@ -110,7 +110,9 @@ class _World:
 
     def _start(self) -> None:
         predicted = self.workload.predicted or [1.0] * self.unfinished
-        given, backlog = policy.assign(predicted, self.geometry.instances, self.geometry.slots)
+        given, backlog = policy.assign(
+            predicted, self.geometry.instances, self.geometry.slots, pack=self.plan.pack
+        )
         self.backlog = deque(backlog)
         for index, prompts in enumerate(given):
             self.instances[index].waiting.extend(prompts)

@@ -49,6 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help_ = "lognormal:MEDIAN:CAP[:SIGMA], or a file of response lengths (lognormal:50:512:1.0)"
     add("--lengths", default="lognormal:50:512", help=help_)
     add("--prompt", type=int, default=16, help="tokens of a prompt (16)")
+    help_ = "lengths are predicted up to a lognormal error of this sigma (not predicted)"
+    add("--prediction-sigma", type=float, metavar="SIGMA", help=help_)
     add("--chunk", type=int, default=8, help="decode steps of a dispatch (8)")
     help_ = "a decode step: MS, or LIVE:MS,LIVE:MS,... by live slots (10)"
     add("--decode-ms", default="10", help=help_)
@@ -153,15 +155,22 @@ def _scaled(costs: Costs, geometry: Geometry, workloads: Sequence[Workload], sha
 
 def _workloads(options: argparse.Namespace, lengths: np.ndarray, cap: int) -> tuple[Workload, ...]:
     """A file's own lengths as they are, if no number of samples is asked; else draws from them."""
+    generator = np.random.default_rng(options.seed)
     from_file = not options.lengths.startswith("lognormal:")
     if options.samples is None and from_file:
-        return (Workload((options.prompt,) * len(lengths), tuple(map(int, lengths)), cap),)
-    count = 128 if options.samples is None else options.samples
-    _need(count >= 1, "samples", count, "give at least 1")
-    generator = np.random.default_rng(options.seed)
+        drawn = [lengths]
+    else:
+        count = 128 if options.samples is None else options.samples
+        _need(count >= 1, "samples", count, "give at least 1")
+        drawn = [generator.choice(lengths, count) for _ in range(options.draws)]
+    sigma, predicted = options.prediction_sigma, [()] * len(drawn)
+    if sigma is not None:
+        _need(0 <= sigma < 100, "prediction_sigma", sigma, "give 0 or more, such as 0.4")
+        errors = [np.exp(sigma * generator.standard_normal(len(each))) for each in drawn]
+        predicted = [tuple((a * b).tolist()) for a, b in zip(drawn, errors, strict=True)]
     return tuple(
-        Workload((options.prompt,) * count, tuple(generator.choice(lengths, count).tolist()), cap)
-        for _ in range(options.draws)
+        Workload((options.prompt,) * len(each), tuple(each.tolist()), cap, expected)
+        for each, expected in zip(drawn, predicted, strict=True)
     )
 
 

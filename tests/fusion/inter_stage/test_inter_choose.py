@@ -149,6 +149,24 @@ def test_what_cannot_be_is_refused_by_name(asked, name):
         choose(asked.pop("policy"), GEOMETRY, COSTS, PROMPTS, HISTORY, CAP, **asked)
 
 
+def test_predicted_lengths_are_drawn_and_packed():
+    """Where decoding costs the same for few and many, the long ones belong together."""
+    predicted = [4.0] * 48 + [60.0] * 16
+    work = draw_workloads(
+        PROMPTS, HISTORY, CAP, predicted=predicted, ratios=(0.5, 1.5), draws=2, seed=1
+    )
+    assert {r for w in work for r in w.responses[:48]} == {2, 6}
+    assert {r for w in work for r in w.responses[48:]} == {30, 90}
+    assert work[0].predicted == tuple(predicted) and work[0].responses != work[1].responses
+    flat = replace(COSTS, decode=DecodeTable((1,), (1,), ((10.0,),)))
+    asked = {"predicted": predicted, "ratios": (0.9, 1.1)}
+    plan = choose("auto", GEOMETRY, flat, PROMPTS, HISTORY, CAP, **asked)
+    assert plan.pack and "together" in plan.why
+    steep = replace(COSTS, decode=DecodeTable((1, 16), (1,), ((2.0,), (40.0,))))
+    assert not choose("auto", GEOMETRY, steep, PROMPTS, HISTORY, CAP, **asked).pack
+    assert not choose("auto", GEOMETRY, flat, PROMPTS, HISTORY, CAP).pack
+
+
 def test_refresh_when_lengths_drift():
     assert not needs_refresh(HISTORY, lengths(512, 7))
     assert needs_refresh(HISTORY, lengths(512, 7, 60.0))
@@ -257,6 +275,7 @@ def test_scoring_takes_the_share_asked_for():
         "--move-ms=-1",
         "--prefill-ms=-2",
         "--scoring-tokens=0",
+        "--prediction-sigma=-1",
         "--draws=0",
         "--threshold=99",
         "--keep=4",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fuse_jax.buckets import Bucket
 from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable, Geometry
 from fuse_jax.fusion.inter_stage.fitting import DecodeTime, fit_costs, fit_decode
-from fuse_jax.fusion.inter_stage.lengths import LengthHistory
+from fuse_jax.fusion.inter_stage.lengths import LengthHistory, PromptLengths
 from fuse_jax.fusion.inter_stage.spans import Span, figures
 
 TABLE = DecodeTable((2, 4), (10, 20), ((1.0, 2.0), (3.0, 6.0)))
@@ -120,6 +120,20 @@ def test_longest_remaining_and_outlasting():
 
 def test_history_keeps_a_window():
     assert LengthHistory((1, 2)).extend([3, 4], window=3).lengths == (2, 3, 4)
+
+
+def test_prompts_asked_again_are_predicted():
+    known = PromptLengths()
+    assert known.predict(["a", "b"]) == ()
+    known.observe(["a", "b"], [10, 20])
+    assert known.ratios == ()
+    # The mean is 15: (10 + 15) / 2 for the one seen, 15 for the other.
+    assert known.predict(["a", "new"]) == (12.5, 15.0)
+    known.observe(["a", "new"], [25, 5])
+    assert known.ratios == (2.0,)
+    assert known.predict(["a"]) == ((35 + 15) / 3,)
+    known.observe(["b"] * 3, [1, 2, 3], window=2)
+    assert len(known.ratios) == 2
 
 
 def test_drift():

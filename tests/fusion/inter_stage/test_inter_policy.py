@@ -37,6 +37,12 @@ def test_assign_gives_no_more_than_slots():
     assert policy.assign([9, 1, 1, 1], instances=2, slots=2) == ([[0, 3], [1, 2]], [])
 
 
+def test_packing_keeps_alike_lengths_together():
+    given_, backlog = policy.assign([5, 9, 1, 7, 3, 2], instances=2, slots=2, pack=True)
+    assert (given_, backlog) == ([[1, 3], [0, 4]], [5, 2])
+    assert policy.assign([4, 6, 5], instances=4, slots=2, pack=True) == ([[1], [2], [0], []], [])
+
+
 def test_equal_predictions_are_dealt_in_turn():
     assert policy.assign([1.0] * 5, 2, 8) == ([[0, 2, 4], [1, 3]], [])
     assert policy.dispatch([0.0] * 4, 2) == [0, 1, 0, 1]

@@ -265,6 +265,7 @@ def cases(draw):
         threshold=integers(0, 30),
         keep=integers(1, 6),
         stream=draw(st.booleans()),
+        pack=draw(st.booleans()),
         way=draw(st.sampled_from(["auto", "kv", "prefill"])),
     )
     if not plan.handoff:
