@@ -38,6 +38,9 @@ from fuse_jax.fusion.intra_stage.schedule import Schedule
 # Work of the first slice of each stage, in timed tasks (about 10 ms), and its growth.
 _FIRST_SLICE = 800_000
 _GROWTH = 1.3
+# Looser caps from which schedules are squeezed, and where between bound and best they must end.
+_LOOSE_CAPS = (1.25, 1.1)
+_SQUEEZE_SHARES = (0.75, 0.5, 0.9, 0.25, 0.6)
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,14 @@ def sequential_order(graph: Graph) -> np.ndarray:
 
 
 class Walk:
-    """State of one makespan search under one cap: the best order so far and how to continue."""
+    """State of one makespan search under one cap: the best order so far and how to continue.
 
-    def __init__(self, finder: BoundFinder, cap: int, target: int, seed: int) -> None:
+    squeezes: whether to look at schedules under looser caps too.
+    """
+
+    def __init__(
+        self, finder: BoundFinder, cap: int, target: int, seed: int, squeezes: bool = True
+    ) -> None:
         self.finder, self.graph, self.cap, self.target = finder, finder.graph, cap, target
         self.seed = seed
         self.back = reverse(finder.graph)
@@ -126,7 +134,10 @@ class Walk:
         self.mean = max(1.0, float(self.graph.duration.mean()))
         self.turn = 0
         self.slice = float(_FIRST_SLICE)
-        self.loose: np.ndarray | None = None
+        self.looser = [
+            Walk(finder, int(cap * share), finder.makespan(int(cap * share)).makespan, seed, False)
+            for share in (_LOOSE_CAPS if squeezes and cap > 0 else ())
+        ]
 
     def _timing(self, order: np.ndarray) -> Timing:
         timing = time_order(self.graph, order)
@@ -153,7 +164,7 @@ class Walk:
         """One slice: improvement, annealing or, under a cap, squeezing; in turn."""
         work = float(min(self.slice, max(meter.left, 1.0)))
         turn, self.turn = self.turn, self.turn + 1
-        kinds = 2 if self.cap < 0 else 3
+        kinds = 3 if self.looser else 2
         if turn % kinds == 0:
             used = self._improve(turn // kinds, work)
         elif turn % kinds == 1:
@@ -194,40 +205,36 @@ class Walk:
         return used
 
     def _squeeze(self, round_: int, work: float) -> float:
-        """The memory pass on a schedule that ignores the cap, at a makespan between bound and
-        best.
+        """The memory pass on a schedule under a looser cap, at a makespan between bound and best.
 
         Under a cap the makespan's landscape is rugged: shaving the memory of a fast schedule
         often ends below the best that obeys the cap all the way.
         """
-        spent = 0.0
-        if self.loose is None:
-            free = Walk(self.finder, NO_CAP, self.finder.makespan().makespan, self.seed)
-            part = Meter(work, None)
-            free.run(part)
-            spent, self.loose = part.spent, free.order
-        share = (0.75, 0.5, 0.25, 0.9, 0.0)[round_ % 5]
-        limit = self.target + int((self.makespan - self.target) * share)
-        if self._timing(self.loose).makespan > limit:
-            return max(spent, 1.0)
+        loose = self.looser[round_ % len(self.looser)]
+        part = Meter(work / 2, None)
+        loose.run(part)
+        share = _SQUEEZE_SHARES[round_ % len(_SQUEEZE_SHARES)]
+        limit = max(loose.makespan, self.target + int((self.makespan - self.target) * share))
+        if limit >= self.makespan:
+            return max(part.spent, 1.0)
         order = np.empty_like(self.order)
         peak, used = lower_memory(
             self.graph,
             self.finder.tail,
-            self.loose.copy(),
+            loose.order.copy(),
             limit,
             self.cap,
             self.cap,
             work,
             work,
-            (1.0, 3.0)[round_ % 2],
-            0.1,
+            1.0,
+            0.05,
             self.state,
             order,
         )
         if peak <= self.cap:
             self.offer(order, self._timing(order).makespan)
-        return spent + used
+        return part.spent + used
 
     def run(self, meter: Meter) -> str:
         """Walk until the target, the budget or the time; says which."""

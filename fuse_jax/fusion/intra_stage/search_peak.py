@@ -2,10 +2,11 @@
 
 First whole searches under falling caps, each stopped as soon as it reaches the makespan: list
 scheduling under a cap finds schedules of another shape than shaving an uncapped one can reach.
-Then the memory pass in growing rounds, in turn from the best and from a fresh schedule, searched
-with a new seed under a cap a little above the best peak. Measured: where one start ends on the
-same plateau with any seed and any length of cooling, one in three fresh starts ends lower; and
-small problems want many short coolings, large ones few long ones, so a round's evaluations grow
+Then growing rounds of three kinds in turn: the memory pass from the best; the memory pass from a
+fresh schedule, searched with a new seed under a cap a little above the best peak; and a whole
+search with a new seed under a cap below the best peak. Measured: one start ends on the same
+plateau with any seed and any length of cooling, where one fresh start in three ends lower; and
+small problems want many short coolings, large ones few long ones, so the work of a round grows
 with the number of tasks.
 """
 
@@ -22,20 +23,35 @@ from fuse_jax.fusion.intra_stage.random_stream import new_stream
 from fuse_jax.fusion.intra_stage.schedule import Schedule
 from fuse_jax.fusion.intra_stage.search import Meter, SearchResult, Walk
 
-# Evaluations of one search under a cap, and of the pass's first round for a problem of 384 tasks
-# (in proportion for others); what the caps may take of the budget.
+# Evaluations of one search under a falling cap, and of the pass's first round for a problem of 384
+# tasks (in proportion for others); what the falling caps may take of the budget.
 _CAP_EVALUATIONS = 20_000
 _ROUND_EVALUATIONS = 50_000 / 384
 _CAP_SHARE = 0.3
-_ROUND_GROWTH = 1.15
-# A fresh start's cap, in best peaks; temperatures in smallest activations.
+# Work of a search under a cap below the best peak, in timed tasks (about 4 s): smaller
+# problems need as much as larger ones. Growth of the memory passes.
+_CHASE = 400e6
+_GROWTH = 1.15
+# Caps in best peaks; temperatures in smallest activations.
 _FRESH_CAP = 1.1
-_HOT = (1.0, 1.0, 0.4, 1.0)
+_CHASE_CAPS = (0.95, 0.995, 0.97)
+_HOT = (1.0, 0.4)
 _COLD = 0.05
 
 
 def _peak(schedule: Schedule) -> int:
     return int(schedule.memory_profile().max())
+
+
+def _search_under(
+    finder: BoundFinder, cap: int, limit: int, work: float, meter: Meter, seed: int
+) -> Schedule | None:
+    """A schedule under a cap and within `limit`, if a search of `work` finds one."""
+    walk = Walk(finder, cap, limit, seed)
+    part = Meter(min(work, meter.left), meter.time_left)
+    walk.run(part)
+    meter.spend(part.spent)
+    return Schedule(finder.problem, walk.order) if walk.makespan <= limit else None
 
 
 def _fall_by_caps(
@@ -47,28 +63,11 @@ def _fall_by_caps(
     # Down to single quanta: every failed try is also another walk close below the best peak.
     while low < _peak(best) - 1 and not meter.stop:
         cap = (low + _peak(best)) // 2
-        walk = Walk(finder, cap, limit, seed)
-        part = Meter(min(work, meter.left), meter.time_left)
-        walk.run(part)
-        meter.spend(part.spent)
-        if walk.makespan <= limit:
-            best = Schedule(start.problem, walk.order)
-        else:
+        lower = _search_under(finder, cap, limit, work, meter, seed)
+        if lower is None:
             low = cap
+        best = lower or best
     return best
-
-
-def _fresh_start(
-    finder: BoundFinder, best: Schedule, limit: int, work: float, meter: Meter, seed: int
-) -> Schedule:
-    """A schedule of another shape within `limit` and near the best peak; the best if none is
-    found in the work given.
-    """
-    walk = Walk(finder, int(_peak(best) * _FRESH_CAP), limit, seed)
-    part = Meter(min(work, meter.left), meter.time_left)
-    walk.run(part)
-    meter.spend(part.spent)
-    return Schedule(best.problem, walk.order) if walk.makespan <= limit else best
 
 
 def lower_peak(
@@ -99,33 +98,37 @@ def lower_peak(
         best = _fall_by_caps(finder, best, limit, goal, part, seed)
         meter.spend(part.spent)
     state = new_stream(seed)
-    turn, work = 0, _ROUND_EVALUATIONS * float(graph.duration.size) ** 2
+    turn, growth = 0, 1.0
     while _peak(best) > goal and not meter.stop:
-        work = min(work, max(meter.left, 1.0), meter.work_in_time())
-        begin = best
-        if turn % 2:
-            begin = _fresh_start(finder, best, limit, work, meter, seed + turn)
-        lowest = np.empty_like(best.order)
-        _, used = lower_memory(
-            graph,
-            finder.tail,
-            begin.order.copy(),
-            limit,
-            _peak(begin) - 1,
-            goal,
-            work,
-            work,
-            _HOT[turn % 4],
-            _COLD,
-            state,
-            lowest,
-        )
-        meter.spend(used)
-        candidate = Schedule(problem, lowest)
-        if _peak(candidate) < _peak(best):
-            best = candidate
+        begin: Schedule | None = best
+        if turn % 3 == 1:
+            cap = int(_peak(best) * _FRESH_CAP)
+            begin = _search_under(finder, cap, limit, _CHASE / 4, meter, seed + turn)
+        elif turn % 3 == 2:
+            cap = max(goal, int(_peak(best) * _CHASE_CAPS[turn // 3 % len(_CHASE_CAPS)]))
+            begin = _search_under(finder, cap, limit, _CHASE, meter, seed + turn)
+        if begin is not None:
+            work = growth * _ROUND_EVALUATIONS * float(graph.duration.size) ** 2
+            work = min(work, max(meter.left, 1.0), meter.work_in_time())
+            lowest, heat = np.empty_like(best.order), _HOT[turn // 3 % len(_HOT)]
+            _, used = lower_memory(
+                graph,
+                finder.tail,
+                begin.order.copy(),
+                limit,
+                _peak(begin) - 1,
+                goal,
+                work,
+                work,
+                heat,
+                _COLD,
+                state,
+                lowest,
+            )
+            meter.spend(used)
+            best = min(best, Schedule(problem, lowest), key=_peak)
         turn += 1
-        work *= _ROUND_GROWTH
+        growth *= _GROWTH
     stopped_by = "bound" if _peak(best) <= goal else meter.stop
     return replace(
         found,
