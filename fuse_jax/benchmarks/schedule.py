@@ -12,7 +12,7 @@ information stopped_by, evaluations, memory_cpu_s, memory_bound, speed_up. Times
 are in its units.
 
 Run: python launch/benchmark.py schedule [--cases PREFIX[,PREFIX]] [--seconds S]
-  [--authors-annealing S]
+  [--authors-annealing S] [--keep DIRECTORY]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fuse_jax.fusion.intra_stage.authors import authors_annealing, authors_greedy
@@ -146,8 +147,13 @@ def _line(problem: Problem, found: SearchResult) -> dict[str, Any]:
     }
 
 
-def run_case(problem: Problem, seconds: float, seed: int = 0) -> dict[str, Any]:
-    """One line: the makespan search, and for the authors' problems the memory pass after it."""
+def run_case(
+    problem: Problem, seconds: float, seed: int = 0, keep: Path | None = None
+) -> dict[str, Any]:
+    """One line: the makespan search, and for the authors' problems the memory pass after it.
+
+    keep: a directory for the problem (JSON) and the schedule (CSV), for others to check.
+    """
     found = search(problem, time_limit=seconds, seed=seed, evaluations=10**9)
     line = _line(problem, found)
     if problem.name.startswith("authors/"):
@@ -158,6 +164,12 @@ def run_case(problem: Problem, seconds: float, seed: int = 0) -> dict[str, Any]:
             memory_cpu_s=round(lower.cpu_s, 3),
             memory_stopped_by=lower.stopped_by,
         )
+        found = lower
+    if keep is not None:
+        name = problem.name.replace("/", "_")
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / f"{name}.json").write_text(problem.to_json())
+        (keep / f"{name}.csv").write_text(found.schedule.to_csv())
     return line
 
 
@@ -218,13 +230,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="SECONDS",
         help="also run the authors' annealing to the same makespan on their problems",
     )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIRECTORY", help="write each problem and schedule there"
+    )
     options = parser.parse_args(argv)
     prefixes = tuple(options.cases.split(","))
     warm_up()
     for problem in problems():
         if not problem.name.startswith(prefixes):
             continue
-        line = run_case(problem, options.seconds, options.seed)
+        line = run_case(problem, options.seconds, options.seed, options.keep)
         print(json.dumps(line), flush=True)
         if options.authors_annealing and problem.name.startswith("authors/"):
             line = annealing_line(problem, line["makespan"], options.authors_annealing)
