@@ -6,7 +6,7 @@ python launch/benchmark.py rollout|ppo_step|schedule [options; --help lists them
 import importlib
 import sys
 
-BENCHMARKS = ("rollout", "ppo_step", "schedule")
+BENCHMARKS = ("rollout", "ppo_step", "schedule", "pipeline")
 
 
 def main(argv: list[str]) -> None:

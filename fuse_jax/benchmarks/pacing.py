@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 
 from fuse_jax.fusion.intra_stage import native
 
@@ -23,16 +23,25 @@ SOURCE = Path(__file__).with_suffix(".cc")
 
 @functools.cache
 def _register() -> None:
-    native.register(native.load(SOURCE), {"fuse_jax_pace": "Pace"})
+    targets = {"fuse_jax_stamp": "Stamp", "fuse_jax_pace": "Pace"}
+    native.register(native.load(SOURCE), targets)
 
 
-def pace(x: Shaped[Array, "..."], ms: Any) -> Shaped[Array, "..."]:
-    """`x`, after `ms` milliseconds (float32, may be traced) of sleep once `x` is there.
-
-    Has no gradient. Raises NativeError where there is no C++ compiler.
-    """
+def stamp(x: Shaped[Array, "..."]) -> Int[Array, "2"]:
+    """The time at which `x` is there, for `pace`. Raises NativeError without a C++ compiler."""
     _register()
-    call = jax.ffi.ffi_call(
-        "fuse_jax_pace", jax.ShapeDtypeStruct(x.shape, x.dtype), has_side_effect=True
-    )
-    return call(x, jnp.asarray(ms, jnp.float32))
+    out = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return jax.ffi.ffi_call("fuse_jax_stamp", out, has_side_effect=True)(x)
+
+
+def pace(
+    x: Shaped[Array, "..."], ms: Any, since: Int[Array, "2"] | None = None
+) -> Shaped[Array, "..."]:
+    """`x`, not before `ms` milliseconds (may be traced) after `since` (default: `x` is there).
+
+    Has no gradient. Raises NativeError without a C++ compiler.
+    """
+    since = stamp(x) if since is None else since
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    call = jax.ffi.ffi_call("fuse_jax_pace", out, has_side_effect=True)
+    return call(x, since, jnp.asarray(ms, jnp.float32))

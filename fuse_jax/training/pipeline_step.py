@@ -162,33 +162,39 @@ class PipelineStep:
         model whose partner does not train). pipeline_fallback: 1 if it is serial because the fused
         schedule needs more slots than were compiled. Raises StepError of the update before.
         """
-        self.wait()
         engine = self._engine_of(state, minibatch)
-        if len(self._train) == 2:
-            self._shared.look_for_drift(state.params, minibatch)
-        plan = self._plan(minibatch)
-        record = self._updates == TIMELINE_AT and len(self._train) == 2
-        fallback = False
-        started = time.monotonic()
-        try:
-            prepared = engine.prepare(minibatch, plan.schedule)
-        except SlotsError:
-            plan, fallback = self._serial(minibatch), True
-            prepared = engine.prepare(minibatch, plan.schedule)
-        if record and engine.program is not None:
+        plan, prepared, fallback = self._prepare(engine, minibatch)  # while the last one runs
+        self.wait()
+        both = len(self._train) == 2
+        if both and self._updates == TIMELINE_AT and engine.program is not None:
             engine.program.record(True)
+        started = time.monotonic()
         state, metrics, flight = engine(state, prepared, plan.schedule)
         self._flight = (flight, plan, started)
         self._updates += 1
-        alone = len(self._train) == 1
         shown = {
             "pipeline_fused": plan.fused,
-            "pipeline_serial": not plan.fused and not alone,
-            "pipeline_alone": alone,
+            "pipeline_serial": not plan.fused and both,
+            "pipeline_alone": not both,
             "pipeline_fallback": fallback,
             "pipeline_predicted_ms": plan.predicted,
         }
         return state, metrics | {name: jnp.float32(value) for name, value in shown.items()}
+
+    def _prepare(
+        self, engine: _Compiled | _Dispatched, minibatch: Minibatch
+    ) -> tuple[Plan, Any, bool]:
+        """The plan of this mini-batch, what its step takes, and whether it is a way out."""
+        planner, counts = self._shared.planner, counts_of(minibatch)
+        assert planner is not None
+        serial = planner.serial(self._train, counts)
+        plan = planner.plan(counts) if len(self._train) == 2 else serial
+        try:
+            return plan, engine.prepare(minibatch, plan.schedule), False
+        except SlotsError:
+            if plan is serial:
+                raise
+            return serial, engine.prepare(minibatch, serial.schedule), True
 
     def wait(self) -> None:
         """Until the update in flight has ended. Raises StepError naming the device and the task."""
@@ -197,28 +203,21 @@ class PipelineStep:
         flight, plan, started = self._flight
         self._flight = None
         flight.wait()
+        if len(self._train) == 1:
+            return
         if self._updates > 1:
             self._shared.note(plan, time.monotonic() - started)
-        if self._updates == TIMELINE_AT + 1 and len(self._train) == 2:
+        if self._updates == TIMELINE_AT + 1:
             self._write_timeline(plan)
 
     def _engine_of(self, state: TrainState, minibatch: Minibatch) -> _Compiled | _Dispatched:
-        if self._engine is None:
+        if self._engine is not None:
+            self._shared.look_for_drift(state.params, minibatch)
+        else:
             _, choice = self._shared.start(state.params, minibatch)
             kind = _Dispatched if choice.transport == "dispatch" else _Compiled
             self._engine = kind(self._shared, self._train, minibatch)
         return self._engine
-
-    def _plan(self, minibatch: Minibatch) -> Plan:
-        planner, counts = self._shared.planner, counts_of(minibatch)
-        assert planner is not None
-        if len(self._train) == 2:
-            return planner.plan(counts)
-        return planner.serial(self._train, counts)
-
-    def _serial(self, minibatch: Minibatch) -> Plan:
-        assert self._shared.planner is not None
-        return self._shared.planner.serial(self._train, counts_of(minibatch))
 
     def _write_timeline(self, plan: Plan) -> None:
         shared, engine = self._shared, self._engine
