@@ -176,6 +176,30 @@ def test_slots_are_those_in_use_at_once_whatever_the_number_of_micro_batches(tic
         assert max(slots_needed(schedule, dealt, ticked).values()) <= most
 
 
+def test_rows_have_room_for_the_slowest_schedule():
+    """One micro-batch at a time, and one model after the other: no two tasks in the same tick."""
+    dealt = deal((4, 0), (3, 3))
+    problem = make((3, 3), dealt)
+    graph = chimera_like(problem).graph
+    order = np.array(
+        [
+            [
+                graph.ids[device, cls, m]
+                for low in (0, 2)
+                for m in range(4)
+                for cls in (low, low + 1)
+            ]
+            for device in range(3)
+        ]
+    )
+    slowest = Schedule(problem, order)
+    pipelines = trained_pipelines(problem)
+    for ticked, most in ((True, 2 * 4 * 2 * 3), (False, 2 * 4 * 2)):
+        assert most_rows(pipelines, 4, ticked) == most
+        layout = Layout(3, pipelines, 2, (4, 4), most)
+        assert build_tables(slowest, dealt, layout, ticked=ticked).steps <= most
+
+
 def test_what_does_not_fit_the_program_is_refused_by_name():
     dealt = deal((8, 0), (4, 4))
     schedule = chimera_like(make((4, 4), dealt))
