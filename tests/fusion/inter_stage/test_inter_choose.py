@@ -158,6 +158,8 @@ def test_predicted_lengths_are_drawn_and_packed():
     assert {r for w in work for r in w.responses[:48]} == {2, 6}
     assert {r for w in work for r in w.responses[48:]} == {30, 90}
     assert work[0].predicted == tuple(predicted) and work[0].responses != work[1].responses
+    (untrusted,) = draw_workloads(PROMPTS, HISTORY, CAP, predicted=predicted, draws=1)
+    assert set(untrusted.responses) <= set(HISTORY.lengths)
     flat = replace(COSTS, decode=DecodeTable((1,), (1,), ((10.0,),)))
     asked = {"predicted": predicted, "ratios": (0.9, 1.1)}
     plan = choose("auto", GEOMETRY, flat, PROMPTS, HISTORY, CAP, **asked)
@@ -246,6 +248,18 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert simulate_cli(f"--lengths={file}", "--policy=fixed", "--threshold=2", "--keep=1",
                         f"--out={out}") == 0  # fmt: skip
     assert "4 samples of lengths.txt (median 9.5)" in capsys.readouterr().out
+
+
+def test_predictions_err_as_much_as_asked():
+    parser = argparse.ArgumentParser()
+    study.add_options(parser)
+    exact, rough, none = (
+        study.build(parser.parse_args([*SMALL, *options])).workloads[0]
+        for options in (["--prediction-sigma=0"], ["--prediction-sigma=0.5"], [])
+    )
+    assert exact.predicted == exact.responses and none.predicted == ()
+    errors = np.log(np.array(rough.predicted) / rough.responses)
+    assert 0.25 < errors.std() < 1.0
 
 
 def test_scoring_takes_the_share_asked_for():
