@@ -31,7 +31,7 @@ def stamp(x: Shaped[Array, "..."]) -> Int[Array, "2"]:
     """The time at which `x` is there, for `pace`. Raises NativeError without a C++ compiler."""
     _register()
     out = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return jax.ffi.ffi_call("fuse_jax_stamp", out, has_side_effect=True)(x)
+    return jax.ffi.ffi_call("fuse_jax_stamp", out)(x)
 
 
 def pace(
@@ -43,5 +43,6 @@ def pace(
     """
     since = stamp(x) if since is None else since
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    call = jax.ffi.ffi_call("fuse_jax_pace", out, has_side_effect=True)
-    return call(x, since, jnp.asarray(ms, jnp.float32))
+    # No side effect: its result is what is wanted late, and programs with effects take JAX's slow
+    # way of dispatch, some milliseconds a call.
+    return jax.ffi.ffi_call("fuse_jax_pace", out)(x, since, jnp.asarray(ms, jnp.float32))

@@ -127,12 +127,12 @@ def paced(stages: StageFunctions, paces: Mapping[str, float]) -> StageFunctions:
         return lax.optimization_barrier((weights, *arguments, stamp(arrays[0])))
 
     def forward(*arguments: Any, **place: Any) -> Any:
-        *arguments, since = begun(*arguments)
-        return pace(stages.forward(*arguments, **place), paces["F"], since)
+        *begins, since = begun(*arguments)
+        return pace(stages.forward(*begins, **place), paces["F"], since)
 
     def backward(*arguments: Any, **place: Any) -> Any:
-        *arguments, since = begun(*arguments)
-        sums, dx = stages.backward(*arguments, **place)
+        *begins, since = begun(*arguments)
+        sums, dx = stages.backward(*begins, **place)
         return sums, pace(dx, paces["B"], since)
 
     return dataclasses.replace(stages, forward=forward, backward=backward)
@@ -165,7 +165,8 @@ def compiled(
         planned = jax.block_until_ready(gradients.place(gradients.prepare(minibatch, schedule)))
         return lambda: executable(params, planned)[0]
 
-    return run, int(executable.memory_analysis().temp_size_in_bytes)
+    memory = executable.memory_analysis()
+    return run, 0 if memory is None else int(memory.temp_size_in_bytes)
 
 
 def dispatched(
@@ -199,7 +200,7 @@ def dispatched(
 
 
 def largest_error(grads: Any, wanted: Any) -> float:
-    """Largest difference of a gradient, relative to the model's largest gradient; of both models."""
+    """Largest difference of a gradient, relative to its model's largest; of both models."""
     errors = []
     for name in wanted:
         pairs = list(zip(jax.tree.leaves(grads[name]), jax.tree.leaves(wanted[name]), strict=True))

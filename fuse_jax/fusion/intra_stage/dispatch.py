@@ -110,13 +110,18 @@ class Dispatch:
             for name, pipeline in self.pipelines.items()
         }
 
-    def zeros(self, weights: Mapping[str, Weights], batch: Any, kl_coef: Array) -> dict[str, Sums]:
+    def zeros(
+        self, weights: Mapping[str, Weights], micro_batches: Any, kl_coef: Array
+    ) -> dict[str, Sums]:
         """Empty Sums of every device, leaves `[P, ...]`; compiled once."""
         if self._zeros is None:
             self._zeros = jax.jit(self._empty)
-        return self._zeros(dict(weights), batch, kl_coef)
+        return self._zeros(dict(weights), micro_batches, kl_coef)
 
-    def _empty(self, weights: dict[str, Weights], batch: Any, kl_coef: Array) -> dict[str, Sums]:
+    def _empty(
+        self, weights: dict[str, Weights], micro_batches: Any, kl_coef: Array
+    ) -> dict[str, Sums]:
+        batch = jax.tree.map(lambda leaf: leaf[0], micro_batches)
         devices = self.mesh.shape["pipe"]
         empty = {}
         for name, (blocks, ends) in weights.items():
@@ -241,10 +246,7 @@ class _Step:
         kl_coef: Array,
     ) -> None:
         self.dispatch, self.plan, self.flight = dispatch, plan, flight
-        example = jax.tree.map(lambda leaf: leaf[0], batches[0])
-        zeros = dispatch.zeros(weights, example, kl_coef)
-        self._sums_specs = {name: dispatch.sums_specs(sums) for name, sums in zeros.items()}
-        self._sums = {name: dispatch.parts(sums) for name, sums in zeros.items()}
+        zeros = dispatch.zeros(weights, batches[0], kl_coef)
         self._weights = {name: dispatch.parts(whole) for name, whole in weights.items()}
         self._batches = [dispatch.parts(batch) for batch in batches]
         self._kl_coef = dispatch.parts(kl_coef)
@@ -252,6 +254,15 @@ class _Step:
         self._turn = [dispatch.number(device, 0) for device in devices]
         self._behind: list[deque[Started]] = [deque() for _ in devices]
         self._messages: dict[tuple[str, str, int, int], Array] = {}
+        # Cut up when the first backward asks for them: the first forwards need not wait.
+        self._zeros = zeros
+        self._sums: dict[str, list[Sums]] = {}
+        self._sums_specs = {name: dispatch.sums_specs(sums) for name, sums in zeros.items()}
+
+    def _sums_of(self, model: str) -> list[Sums]:
+        if model not in self._sums:
+            self._sums[model] = self.dispatch.parts(self._zeros[model])
+        return self._sums[model]
 
     def start(self, task: int) -> None:
         """Dispatch one task, and the way of its result."""
@@ -265,7 +276,7 @@ class _Step:
         take = self._messages.pop if adds else self._messages.get
         x = take(("x", model, device, micro_batch), None)
         dy = take(("g", model, device, micro_batch), None) if kind != "F" else None
-        sums = self._sums[model][device] if adds else None
+        sums = self._sums_of(model)[device] if adds else None
         self._make_room(device)
         sums, self._turn[device], result = dispatch.program(code, device, sums)(
             sums,
@@ -299,8 +310,8 @@ class _Step:
     def sums(self) -> dict[str, Sums]:
         """Each model's Sums as global arrays `[P, ...]`."""
         return {
-            name: self.dispatch.whole(parts, self._sums_specs[name])
-            for name, parts in self._sums.items()
+            name: self.dispatch.whole(self._sums_of(name), self._sums_specs[name])
+            for name in self._zeros
         }
 
 
