@@ -193,9 +193,26 @@ class IntraStageConfig:
 
 
 @dataclass(frozen=True)
+class InterStageConfig:
+    """How generation and scoring overlap; off with one instance and policy serial.
+
+    `instances` cut mesh.data; each has its share of rollout.slots, rollout.prefill_rows and
+    compute.scoring_tokens. Samples that move with their caches keep every bit; those that are read
+    again have log-probs within 1e-5.
+    """
+
+    instances: int = 1
+    policy: Literal["serial", "fixed", "knee", "simulated", "stream", "auto"] = "serial"
+    threshold: int = 0  # R_t: samples unfinished when the tail moves; policy fixed (0: it does not)
+    keep: int = 0  # m: instances that go on generating then; policy fixed
+    migration: Literal["auto", "kv", "prefill"] = "kv"  # caches move, or tokens are read again
+
+
+@dataclass(frozen=True)
 class FusionConfig:
     """Stage fusion (RLHFuse, arXiv 2409.13221): when and where things run, never what."""
 
+    inter_stage: InterStageConfig = field(default_factory=InterStageConfig)
     intra_stage: IntraStageConfig = field(default_factory=IntraStageConfig)
 
 

@@ -18,6 +18,7 @@ from fuse_jax.placement.mesh import mesh_sizes, use_cpu_devices
 from fuse_jax.placement.sharding import check_divisible
 from fuse_jax.rollout.sampling import MIN_TEMPERATURE
 from fuse_jax.scoring.reward_function import check_reward_function
+from fuse_jax.training.inter_stage_check import check_inter_stage
 from fuse_jax.training.pipeline_check import check_pipeline
 
 
@@ -300,6 +301,7 @@ def check_mesh(config: Config, device_count: int) -> None:
     if pipe > 1 and fsdp > 1:
         _refuse("mesh.fsdp", fsdp, f"must be 1 with mesh.pipe={pipe}: a stage's weights stay whole")
     check_pipeline(config)
+    check_inter_stage(config, data)
     shards = data * fsdp
     batches = {
         "rollout.slots": config.rollout.slots,

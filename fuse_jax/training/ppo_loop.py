@@ -120,11 +120,17 @@ def iterate(run: Run, parts: PPOParts, state: PPOState) -> dict[str, float]:
     indices, state.cursor = cursors.take(state.cursor, config.prompts_per_iteration)
     prompts = [run.task.prompts[index] for index in indices]
     ids = sample_ids(iteration, len(prompts))
-    samples, rollout_values = parts.generate(state.train.params["actor"], prompts, ids)
-    clock = progress.spend("rollout", clock)
-
-    batch, checks = parts.score(state.train, prompts, samples, iteration)
-    clock = progress.spend("scoring", clock)
+    if parts.fused is not None:
+        samples, batch, rollout_values = parts.roll_out_fused(state.train, prompts, ids, iteration)
+        generation = clock + rollout_values["generation_seconds"]
+        progress.spend("rollout", time.monotonic() - (generation - clock))
+        clock = progress.spend("scoring", generation)  # what of it generation did not hide
+        checks = {}
+    else:
+        samples, rollout_values = parts.generate(state.train.params["actor"], prompts, ids)
+        clock = progress.spend("rollout", clock)
+        batch, checks = parts.score(state.train, prompts, samples, iteration)
+        clock = progress.spend("scoring", clock)
 
     experience, values = shape_experience(run, state, batch)
     updates = update(run, parts, state, experience)

@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fuse_jax.buckets import Bucket, make_buckets
 from fuse_jax.data.records import Prompt
+from fuse_jax.fusion.inter_stage.instances import to_host
 from fuse_jax.fusion.intra_stage.executor import pipeline_mesh
 from fuse_jax.models.transformer import Params
 from fuse_jax.placement.mesh import pipeline_shape, row_shards
+from fuse_jax.placement.sharding import parameter_specs
 from fuse_jax.rl.moments import Moments, init_moments, update_moments
 from fuse_jax.samples import Sample
-from fuse_jax.scoring.columns import Column, Model, PassOptions, Role, Scored
+from fuse_jax.scoring.columns import ROLES, Column, Model, PassOptions, Role, Scored
 from fuse_jax.scoring.reward_function import RewardFunction, RewardResult
 from fuse_jax.scoring.sample_rewards import TextRewards, model_results, score_samples
 from fuse_jax.scoring.scorer import Scorer
@@ -28,6 +31,7 @@ from fuse_jax.training import models
 from fuse_jax.training.config_check import longest_sequence, sequence_lengths
 from fuse_jax.training.context import Run
 from fuse_jax.training.experience import ScoredBatch, lay_out, ragged
+from fuse_jax.training.fused_rollout import FusedRollout
 from fuse_jax.training.generation import Generator
 from fuse_jax.training.gradients import BOTH, HyperParameters
 from fuse_jax.training.minibatch import Experience, Minibatch, cut_minibatch, training_buckets
@@ -59,6 +63,7 @@ class PPOParts:
     buckets: tuple[Bucket, ...]
     step: Step | PipelineStep
     critic_step: Step | PipelineStep
+    fused: FusedRollout | None = None  # then the frozen models wait on the host
 
     def __enter__(self) -> PPOParts:
         return self
@@ -86,7 +91,7 @@ class PPOParts:
     # ------------------------------------------------------------------ scoring
 
     def models(self, train: TrainState | None) -> dict[Role, Model]:
-        """What scoring reads: the frozen models, and those of `train`."""
+        """What scoring reads, where it is kept: the frozen models, and those of `train`."""
         archs = self.run.archs
         found: dict[Role, Model] = {"reference": Model(archs["reference"], self.reference)}
         if self.reward_model is not None:
@@ -96,6 +101,16 @@ class PPOParts:
             found["critic"] = Model(archs["critic"], train.params["critic"])
         return found
 
+    def models_for(self, scorer: Scorer, train: TrainState | None) -> dict[Role, Model]:
+        """Those that `scorer` reads, on the run's mesh."""
+        found, placed = self.models(train), {}
+        for column in scorer.columns:
+            for role in ROLES[column]:
+                arch, params = found[role]
+                specs = parameter_specs(arch, params, self.run.mesh)
+                placed[role] = Model(arch, jax.device_put(params, specs))
+        return placed
+
     def scorers(self) -> list[Scorer]:
         """All scorers of the run."""
         return [one for one in (self.scorer, self.rewarder, self.checker) if one is not None]
@@ -104,14 +119,30 @@ class PPOParts:
         self, train: TrainState, prompts: Sequence[Prompt], samples: list[Sample], iteration: int
     ) -> tuple[ScoredBatch, dict[str, float]]:
         """Every column of `samples`; in iteration 0 the trainer's log-probs are checked too."""
-        config = self.run.config
-        found = self.models(train)
+        found = self.models_for(self.scorer, train)
         scored, rewards = score_samples(samples, self.scorer, found, self.text_rewards)
-        batch = self._batch(samples, scored, rewards)
+        return self._checked(train, samples, self._batch(samples, scored, rewards), iteration)
+
+    def roll_out_fused(
+        self, train: TrainState, prompts: Sequence[Prompt], ids: np.ndarray, iteration: int
+    ) -> tuple[list[Sample], ScoredBatch, dict[str, float]]:
+        """`generate` and `score` at the same time, by the instances of `fused`."""
+        assert self.fused is not None
+        outcome, values = self.fused(self.models(train), prompts, ids, self.text_rewards)
+        rewards = model_results(outcome.scored) if outcome.rewards is None else outcome.rewards
+        batch = self._batch(outcome.samples, outcome.scored, rewards)
+        batch, checks = self._checked(train, outcome.samples, batch, iteration)
+        return outcome.samples, batch, values | checks
+
+    def _checked(
+        self, train: TrainState, samples: list[Sample], batch: ScoredBatch, iteration: int
+    ) -> tuple[ScoredBatch, dict[str, float]]:
+        """`batch`, with the trainer's log-probs if asked for, and how far they are off."""
+        config = self.run.config
         recompute = config.ppo.recompute_log_probs
         if not recompute and iteration > 0:
             return batch, {}
-        own = self.checker.score(samples, found)
+        own = self.checker.score(samples, self.models_for(self.checker, train))
         width = config.rollout.max_new_tokens
         log_probs = ragged([one.log_probs for one in own if one.log_probs is not None], width)
         inside = np.arange(width) < batch.response_lengths[:, None]
@@ -167,7 +198,8 @@ class PPOParts:
 
     def scores(self, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
         """Raw scores `[N]` of the reward source, and which of them are valid."""
-        return raw_scores(samples, self.text_rewards, self.rewarder, self.models(None))
+        models = {} if self.rewarder is None else self.models_for(self.rewarder, None)
+        return raw_scores(samples, self.text_rewards, self.rewarder, models)
 
     # ------------------------------------------------------------------ update
 
@@ -209,6 +241,15 @@ def build_parts(
     scorer = partial(make_scorer, run)
     step, critic_step = make_steps(run, hp)
     generator = Generator(run)
+    inter = config.fusion.inter_stage
+    fused = None
+    if inter.instances > 1 or inter.policy != "serial":
+        fused = FusedRollout(run, columns)
+
+    def frozen(params: Params) -> Params:
+        kept = models.frozen(run, params)
+        return kept if fused is None else to_host(kept)
+
     parts = PPOParts(
         run=run,
         generator=generator,
@@ -217,8 +258,8 @@ def build_parts(
         rewarder=scorer(["scores"]) if uses_model else None,
         checker=scorer(["log_probs"]),
         text_rewards=None if uses_model else make_text_rewards(run, reward_function),
-        reference=models.frozen(run, models.initial_reference(run, actor)),
-        reward_model=None if reward_model is None else models.frozen(run, reward_model),
+        reference=frozen(models.initial_reference(run, actor)),
+        reward_model=None if reward_model is None else frozen(reward_model),
         buckets=training_buckets(
             sequence_lengths(config),
             config.compute.micro_batch_tokens,
@@ -227,6 +268,7 @@ def build_parts(
         ),
         step=step,
         critic_step=critic_step,
+        fused=fused,
     )
     moments = init_moments()
     if config.reward.normalise == "reference" and not run.resumes("ppo"):

@@ -19,6 +19,8 @@ def shapes(parts: PPOParts) -> Iterator[str]:
     """A line for every shape: generation, scoring, update."""
     for shape in parts.generator.engine.shapes():
         yield f"{shape.function} {shape.rows} rows x {shape.length}"
+    if parts.fused is not None:
+        yield from parts.fused.shapes()
     for shape in parts.scorer.shapes():
         yield f"{shape.column} {shape.rows} x {shape.length} tokens, response {shape.response}"
     for bucket in parts.buckets:
@@ -31,9 +33,10 @@ def precompile(run: Run, parts: PPOParts, state: PPOState) -> None:
     actor = train.params["actor"]
     parts.generator.precompile(actor)
     parts.greedy.precompile(actor)
-    models = parts.models(train)
+    if parts.fused is not None:
+        parts.fused.precompile(parts.models(train))
     for scorer in parts.scorers():
-        scorer.precompile(models)
+        scorer.precompile(parts.models_for(scorer, train))
     experience, _ = shape_experience(run, replace(state), _made_up(run))
     move_kl_coef(run, replace(state), 1.0, 1)
     if run.config.ppo.target_kl is not None:

@@ -246,7 +246,8 @@ class Controller:
     def _launch(self, lane: Lane) -> None:
         """Keep an instance that generates supplied with prompts and chunks."""
         if self.backlog and not lane.leaving and lane.wants_more():
-            rows = min(self.geometry.prefill_rows, len(self.backlog))
+            free = self.geometry.slots - len(lane.batcher.live)
+            rows = policy.pull(free, len(self.backlog), self.geometry)
             taken = [self.backlog.popleft() for _ in range(rows)]
             if not self._done(lane, lambda: lane.batcher.submit(taken)):
                 self.backlog.extendleft(reversed(taken))
