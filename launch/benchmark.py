@@ -1,12 +1,12 @@
 """Measure: one JSON line a case on standard output.
 
-python launch/benchmark.py rollout|ppo_step|schedule [options; --help lists them]
+python launch/benchmark.py rollout|ppo_step|schedule|pipeline|inter_stage [options; --help lists them]
 """
 
 import importlib
 import sys
 
-BENCHMARKS = ("rollout", "ppo_step", "schedule", "pipeline")
+BENCHMARKS = ("rollout", "ppo_step", "schedule", "pipeline", "inter_stage")
 
 
 def main(argv: list[str]) -> None:
