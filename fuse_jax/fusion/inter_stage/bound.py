@@ -14,9 +14,12 @@ def ideal_bound(geometry: Geometry, costs: Costs, workload: Workload) -> float:
 
     The longest sample alone: its prefill, its decode steps each at the fastest number of live
     slots, its dearest column. All work: every token at the number of live slots where a token is
-    cheapest, prefills and scoring batches without padding rows, over all instances. Resizing
-    instances or speculative decoding could beat it. A longer context must never decode faster.
+    cheapest, prefills and scoring batches without padding rows, over all instances. A sample that
+    moves by being read again draws one token in that prefill, instead of the dearest of its steps
+    if that is dearer. Resizing instances or speculative decoding could beat it. A longer context
+    must never decode faster.
     """
+    again = min(costs.prefill_ms.values()) if geometry.instances > 1 else np.inf
     groups: dict[tuple[int, int], int] = {}
     for pair in zip(workload.prompts, workload.responses, strict=True):
         groups[pair] = groups.get(pair, 0) + 1
@@ -29,11 +32,17 @@ def ideal_bound(geometry: Geometry, costs: Costs, workload: Workload) -> float:
         steps, contexts = _chunks(prompt, response, geometry.chunk)
         if costs.decode.statistic == "mean":  # the others of its slots may be as short as any
             contexts = np.minimum(contexts, min(workload.prompts))
-        alone = prefill + float((steps * np.interp(contexts, *fastest)).sum()) + max(columns)
-        longest = max(longest, alone)
+        alone = _decoding(steps, np.interp(contexts, *fastest), again)
+        longest = max(longest, prefill + alone + max(columns))
         each = prefill / geometry.prefill_rows + sum(columns) / geometry.buckets[bucket].rows
-        work += count * (each + float((steps * np.interp(contexts, *cheapest)).sum()))
+        each += _decoding(steps, np.interp(contexts, *cheapest), again / geometry.prefill_rows)
+        work += count * each
     return max(longest, work / geometry.instances)
+
+
+def _decoding(steps: np.ndarray, each: np.ndarray, again: float) -> float:
+    """ms of `steps` of each chunk at `each` ms, the dearest of them replaced by `again` ms."""
+    return float((steps * each).sum()) - max(float(each.max(initial=0.0)) - again, 0.0)
 
 
 def _chunks(prompt: int, response: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:

@@ -183,6 +183,11 @@ def test_the_bound_by_hand():
     assert ideal_bound(geometry, costs, Workload((2, 2), (10, 1), 12)) == 3 + 9 + 6
     # Much work: per sample 3/2 of a prefill, 10/2 of scoring, three tokens at 2/4 ms each.
     assert ideal_bound(geometry, costs, Workload((2,) * 40, (4,) * 40, 12)) == 20 * (1.5 + 5 + 1.5)
+    # A prefill cheaper than a step: one that moves may draw a token by it.
+    cheap = replace(costs, prefill_ms={4: 0.25})
+    assert ideal_bound(geometry, cheap, Workload((2, 2), (10, 1), 12)) == 0.25 + 8 + 0.25 + 6
+    alone = replace(geometry, instances=1)
+    assert ideal_bound(alone, cheap, Workload((2,), (10,), 12)) == 0.25 + 9 + 6
 
 
 def test_the_sweep_holds_what_was_simulated(predict):

@@ -309,6 +309,15 @@ def test_what_must_hold(case):
         assert min(s.start for s in seen.spans if s.kind == "score") >= seen.generation_ms
 
 
+def test_a_token_drawn_by_a_prefill_does_not_beat_the_bound():
+    geometry = Geometry(3, 2, 1, 1, (Bucket(8, 1),), ("a", "b"))
+    table = DecodeTable((1, 4), (1, 40), ((0.5, 1.0), (1.0, 2.0)))
+    costs = Costs(table, {4: 0.5, 8: 0.5}, {"a": [0.5], "b": [0.5]}, 0.5, 0.1)
+    work = Workload((1,) * 3, (1, 1, 4), 4, (0.0,) * 3)
+    seen = simulate(Plan("fixed", threshold=2, keep=1), geometry, costs, work)
+    assert seen.migrated == 1 and ideal_bound(geometry, costs, work) <= seen.total_ms < 2.56
+
+
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_the_same_again(case):
