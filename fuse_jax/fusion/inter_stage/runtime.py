@@ -44,7 +44,7 @@ class Counts:
 
     `migrated` live samples moved; `rerun` samples started again after their instance failed;
     `failed` instances given up; `batches` scoring batches, with `padding_rows` in all;
-    `scheduler_s` CPU-seconds of the controller apart from what it dispatches and reads.
+    `scheduler_s` seconds the controller took for itself: not asleep, dispatching or reading.
     """
 
     migrated: int = 0
@@ -135,7 +135,7 @@ class Controller:
 
     def run(self) -> Outcome:
         """Until every sample has every column, and its reward where a function gives it."""
-        began = time.thread_time()
+        began, slept = time.perf_counter(), 0.0
         self._assign()
         self._decide()
         idle = 0
@@ -146,11 +146,13 @@ class Controller:
             else:
                 if idle == len(POLL_SECONDS):
                     self._check_going_on()
+                asleep = time.perf_counter()
                 time.sleep(POLL_SECONDS[min(idle, len(POLL_SECONDS) - 1)])
+                slept += time.perf_counter() - asleep
                 idle += 1
         total = self.timeline.now()
+        self.counts.scheduler_s = time.perf_counter() - began - slept - self._handed_s
         self.timeline.wait()
-        self.counts.scheduler_s = time.thread_time() - began - self._handed_s
         samples = [sample for sample in self.samples if sample is not None]
         return Outcome(
             samples=samples,
@@ -238,9 +240,9 @@ class Controller:
         if self.job.text_rewards is None:
             self.unasked.clear()
         elif self.plan.handoff or not self.unfinished:
-            began = time.thread_time()
+            began = time.perf_counter()
             self.job.text_rewards.submit(self.unasked)
-            self._handed_s += time.thread_time() - began
+            self._handed_s += time.perf_counter() - began
             self.unasked.clear()
 
     def _launch(self, lane: Lane) -> None:
@@ -394,14 +396,14 @@ class Controller:
 
     def _attempt(self, lane: Lane, step: Callable[[], T]) -> T | None:
         """`step()` of `lane`; if it raises, the instance is given up and the result is None."""
-        began = time.thread_time()
+        began = time.perf_counter()
         try:
             return step()
         except Exception as error:  # what a broken device raises is of no one kind
             self._give_up(lane, error)
             return None
         finally:
-            self._handed_s += time.thread_time() - began
+            self._handed_s += time.perf_counter() - began
 
     def _done(self, lane: Lane, step: Callable[[], None]) -> bool:
         """`_attempt` of a step without a result: whether it worked."""
