@@ -21,6 +21,7 @@ from fuse_jax.fusion.intra_stage import mailbox
 from fuse_jax.fusion.intra_stage.schedule import Schedule, Task, task_of
 
 POLL_S = 0.0005
+DRAIN_S = 30.0  # what a hung task gets to come back, before the process is of no more use
 EXIT_STATUS = 70  # EX_SOFTWARE
 
 
@@ -73,7 +74,7 @@ class DispatchFlight:
         """Let what was dispatched run out, so that the next step finds idle devices."""
         name = task_of(self.schedule.graph, task)
         for _, token in self.started:
-            if not ready_within(token, self.timeout_s):
+            if not ready_within(token, DRAIN_S):
                 raise mailbox.DrainError(f"{name} does not come back: end this process")
         self.started.clear()
         raise StepError(name.device, name, reason)
@@ -98,7 +99,7 @@ class MailboxFlight:
         if not errors:
             return
         failure = self.program.failure()
-        self.program.drain()
+        self.program.drain(DRAIN_S)
         assert failure is not None  # set by whoever stopped it
         raise StepError(failure.device, named(self.schedule, failure.task), failure.reason)
 

@@ -108,6 +108,16 @@ def test_memory_pass_reaches_the_proven_floor():
         assert lower.stopped_by == "bound"
 
 
+@pytest.mark.slow
+def test_caps_and_peaks_that_need_seconds():
+    """Unequal models at the serial peak, at their bound; the lowest peak 16 devices can have."""
+    assert search(llama_problem("33B", "65B", 1, cap=1.0), evaluations=500_000).proven_optimal
+    assert search(llama_problem("13B", "33B", 2, cap=1.0), evaluations=3_000_000).proven_optimal
+    found = search(authors_problem(8), evaluations=20_000)
+    lower = lower_peak(found, evaluations=2_000_000)
+    assert lower.makespan == 186 and lower.peak_memory == lower.memory_bound == 26.24
+
+
 def test_memory_pass_is_deterministic_and_never_raises_the_peak():
     found = search(authors_problem(1), evaluations=20_000)
     one, two = (lower_peak(found, evaluations=30_000) for _ in range(2))
