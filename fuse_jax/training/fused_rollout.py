@@ -23,7 +23,7 @@ from fuse_jax.fusion.inter_stage.instances import (
     geometry_of,
     instance_rollout,
 )
-from fuse_jax.fusion.inter_stage.lengths import LengthHistory
+from fuse_jax.fusion.inter_stage.lengths import LengthHistory, PromptLengths
 from fuse_jax.fusion.inter_stage.measure import measure_costs, warm_up
 from fuse_jax.fusion.inter_stage.plot import plot_timeline
 from fuse_jax.fusion.inter_stage.policy import Plan, Way
@@ -62,7 +62,7 @@ class FusedRollout:
         self._key = run.key(SAMPLE)
         self._costs: Costs | None = None
         self._forecast: Forecast | None = None
-        self._seen: dict[bytes, int] = {}  # prompt -> tokens of its newest response
+        self.prompts = PromptLengths()
         if len(self.instances) == 1 and settings.policy != "serial":
             run.say(
                 "inter-stage fusion: one instance has no other devices to overlap with: samples "
@@ -116,20 +116,16 @@ class FusedRollout:
             for i, prompt in zip(ids, prompts, strict=True)
         ]
         costs = self._measure(models)
+        asked = [request.prompt_tokens.tobytes() for request in requests]
+        predicted = self.prompts.predict(asked)
         lengths = [len(request.prompt_tokens) for request in requests]
-        plan, new = self._plan(costs, lengths)
-        job = Job(
-            requests,
-            models,
-            self._key,
-            plan,
-            costs,
-            self.history,
-            [self._expected(request) for request in requests],
-            text_rewards,
-        )
+        plan, new = self._plan(costs, lengths, predicted)
+        known = (self.history, predicted)
+        job = Job(requests, models, self._key, plan, costs, *known, text_rewards)
         outcome = run_fused(self.instances, job)
-        self._learn(outcome)
+        responses = [len(sample.response_tokens) for sample in outcome.samples]
+        self.history = self.history.extend(responses)
+        self.prompts.observe(asked, responses)
         if new:
             self._draw(plan, outcome)
         return outcome, self._values(plan, outcome)
@@ -141,7 +137,9 @@ class FusedRollout:
             self._costs = measure_costs(self.instances, models, self._key, ways=self.ways)
         return self._costs
 
-    def _plan(self, costs: Costs, prompts: Sequence[int]) -> tuple[Plan, bool]:
+    def _plan(
+        self, costs: Costs, prompts: Sequence[int], predicted: Sequence[float]
+    ) -> tuple[Plan, bool]:
         """The plan, made anew where lengths have drifted; whether it was."""
         settings, known = self.settings, self._forecast
         if known is not None and not needs_refresh(known.history, self.history):
@@ -153,6 +151,8 @@ class FusedRollout:
             prompts,
             self.history,
             self.run.config.rollout.max_new_tokens,
+            predicted=predicted,
+            ratios=self.prompts.ratios,
             threshold=settings.threshold,
             keep=settings.keep,
             way=settings.migration,
@@ -162,17 +162,6 @@ class FusedRollout:
         if changed:
             self.run.say(f"inter-stage plan, {plan.policy}: {plan.why}")
         return plan, changed
-
-    def _expected(self, request: Request) -> float:
-        """Response length of this prompt before; else the mean of all."""
-        seen = self._seen.get(request.prompt_tokens.tobytes())
-        return float(seen) if seen else max(self.history.remaining(0, request.max_new_tokens), 1.0)
-
-    def _learn(self, outcome: Outcome) -> None:
-        lengths = [len(sample.response_tokens) for sample in outcome.samples]
-        self.history = self.history.extend(lengths)
-        for sample, length in zip(outcome.samples, lengths, strict=True):
-            self._seen[sample.prompt_tokens.tobytes()] = length
 
     # ------------------------------------------------------------------ what is shown
 

@@ -212,7 +212,9 @@ class Controller:
     def _assign(self) -> None:
         requests = self.job.requests
         predicted = self.job.predicted or [1.0] * len(requests)
-        shares, backlog = policy.assign(predicted, len(self.lanes), self.geometry.slots)
+        shares, backlog = policy.assign(
+            predicted, len(self.lanes), self.geometry.slots, pack=self.plan.pack
+        )
         self.backlog.extend(requests[i] for i in backlog)
         for lane, share in zip(self.lanes, shares, strict=True):
             if share:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import jax
-import numpy as np
 import pytest
 
 from fuse_jax.config_read import ConfigError, default_config, read_config
@@ -131,14 +130,12 @@ def test_an_iteration_tells_what_happened_and_leaves_its_timeline(rollouts):
     assert (workdir / "inter_stage.png").stat().st_size > 1000
 
 
-def test_lengths_seen_before_spread_the_load(rollouts):
+def test_lengths_of_prompts_asked_again_are_remembered(rollouts):
     fused, outcomes, *_ = rollouts["fixed"]
-    newest = outcomes[-1][0].samples
     assert len(fused.history.lengths) == 32
-    for sample in newest:
-        seen = fused._seen[sample.prompt_tokens.tobytes()]
-        again = [s for s in newest if np.array_equal(s.prompt_tokens, sample.prompt_tokens)]
-        assert seen == len(again[-1].response_tokens)
+    prompts = [sample.prompt_tokens.tobytes() for sample in outcomes[-1][0].samples]
+    assert len(fused.prompts.predict(prompts)) == len(prompts)
+    assert fused.prompts.ratios  # the second iteration asked again what the first had asked
 
 
 def test_one_device_says_once_that_it_cannot_overlap(tmp_path):
