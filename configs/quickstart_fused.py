@@ -1,11 +1,15 @@
-"""The quickstart with fused training: actor and critic in one pipeline over 4 virtual devices.
+"""The quickstart with both stage fusions of RLHFuse (arXiv 2409.13221) on 4 virtual devices.
 
-The same models, data and settings as `quickstart.py`, so the same result. The host's CPU is split
-into 4 devices; each update trains both models in pipelines of two stages (two replicas each) that
-run in opposite directions and fill each other's bubbles (RLHFuse, arXiv 2409.13221 §5). On so few
-cores this shows how it works, not how fast: virtual devices share them, and models this small are
-trained faster whole. The work directory holds the timeline of an update, planned and measured:
-`pipeline.png` and `pipeline_trace.json` (https://ui.perfetto.dev).
+The same models, data and settings as `quickstart.py`, so the same result (`gold` within 0.05). The
+host's CPU is split into 4 devices. Between stages: each device is a generation instance of its own;
+finished samples are scored on the devices that are done while the others generate. Inside the
+update: actor and critic train in pipelines of two stages (two replicas each) that run in opposite
+directions and fill each other's bubbles. On so few cores this shows how it works, not how fast:
+virtual devices share them, and models this small are trained faster whole. With
+`--config.fusion.inter_stage.policy=serial` every figure stays the same, bit by bit.
+
+The work directory holds the timelines, `inter_stage.png` of an iteration's generation and scoring
+and `pipeline.png` of an update, each with its trace for https://ui.perfetto.dev.
 
     python launch/train.py --config configs/quickstart_fused.py --workdir runs/quickstart_fused
 """
@@ -16,11 +20,13 @@ from configs.quickstart import get_config as quickstart
 
 
 def get_config() -> ConfigDict:
-    """The quickstart on 4 virtual devices: data-parallel rollout and scoring, pipelined updates."""
+    """The quickstart on 4 virtual devices: 4 generation instances, pipelined updates."""
     config = quickstart()
     config.mesh.cpu_devices = 4
     config.mesh.data = 4
     config.mesh.pipe = 4
+    config.fusion.inter_stage.instances = 4
+    config.fusion.inter_stage.policy = "auto"
     config.fusion.intra_stage.schedule = "fused"
     config.fusion.intra_stage.actor_stages = 2
     config.fusion.intra_stage.critic_stages = 2
