@@ -35,7 +35,7 @@ from fuse_jax.fusion.intra_stage.layout import (
     trained_pipelines,
 )
 from fuse_jax.fusion.intra_stage.schedule import Schedule
-from fuse_jax.fusion.intra_stage.stages import join_params, split_params
+from fuse_jax.fusion.intra_stage.stages import StageFunctions, join_params, split_params
 from fuse_jax.fusion.intra_stage.tables import SlotsError, slots_needed
 from fuse_jax.fusion.intra_stage.transport import Mailbox, make_transport
 from fuse_jax.training.gradients import HyperParameters, Metrics, finish_metrics
@@ -59,6 +59,7 @@ class Pipelines:
       mesh: (pipe, data, tensor). run_mesh: of the state, over the same devices in the same order.
       available: for each transport why it cannot be used, empty where it can.
       workdir: where the timeline goes; None for nowhere.
+      wrap: what is put around the stage functions of a model (to pace or to break them).
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class Pipelines:
         *,
         say: Callable[[str], None] = print,
         workdir: Path | None = None,
+        wrap: Callable[[str, StageFunctions], StageFunctions] | None = None,
     ) -> None:
         self.settings, self.hp, self.mesh, self.run_mesh = settings, hp, mesh, run_mesh
-        self.available, self.say, self.workdir = available, say, workdir
+        self.available, self.say, self.workdir, self._wrap = available, say, workdir, wrap
         pipe = mesh.shape["pipe"]
         self.stages = (settings.actor_stages or pipe, settings.critic_stages or pipe)
         self.planner: Planner | None = None
@@ -81,6 +83,13 @@ class Pipelines:
         self.searched_again = 0
         self._ratios: list[float] = []
         self._usual: float | None = None
+
+    def model_stages(self, tensor: int = 1) -> dict[str, StageFunctions]:
+        """Stage functions of both models, of one of `tensor` shards."""
+        stages = model_stages(self.hp, tensor)
+        if self._wrap is None:
+            return stages
+        return {name: self._wrap(name, functions) for name, functions in stages.items()}
 
     @property
     def lanes(self) -> int:
@@ -104,7 +113,7 @@ class Pipelines:
         any_counts = Planner(self.settings, pipe, self.stages, even_times(self.stages, minibatch))
         pipelines = trained_pipelines(any_counts.problem([1] * len(minibatch.buckets)))
         times = measure_tasks(
-            model_stages(self.hp),
+            self.model_stages(),
             pipelines,
             params,
             [bucket.micro_batches for bucket in minibatch.buckets],
@@ -241,7 +250,8 @@ class _Compiled:
             choice.transport, mesh.shape["pipe"], shared.lanes, timeout_s=settings.timeout
         )
         layout = make_layout(planner, train, minibatch, ticked=transport.ticked)
-        self.gradients = PipelineGradients(layout, mesh, hp, transport)
+        stages = shared.model_stages(mesh.shape["tensor"])
+        self.gradients = PipelineGradients(layout, mesh, hp, transport, stages)
         self.program: Any = transport.program if isinstance(transport, Mailbox) else None
         self._transport, self._timeout = transport, settings.timeout
         gradients: Any = partial(self.gradients, hp=hp, train=train)
@@ -280,7 +290,7 @@ class _Dispatched:
         self.pipelines = trained_pipelines(plan.schedule.problem)
         self._mesh = shared.mesh
         self._dispatch = Dispatch(
-            self.pipelines, shared.mesh, model_stages(hp), shared.settings.timeout
+            self.pipelines, shared.mesh, shared.model_stages(), shared.settings.timeout
         )
         archs = {"actor": hp.actor, "critic": hp.critic}
         self.compiled = CompiledStep(self._update, archs, shared.run_mesh)

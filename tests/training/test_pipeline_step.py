@@ -1,0 +1,140 @@
+"""Updates by pipeline: the same bits whatever the schedule, what is counted, and how they fail."""
+
+import dataclasses
+import json
+
+import faulty_stages
+import jax
+import numpy as np
+import pipeline_toy as toy
+import pytest
+
+from fuse_jax.config import IntraStageConfig, MeshConfig
+from fuse_jax.fusion.intra_stage import native
+from fuse_jax.fusion.intra_stage.executor import pipeline_mesh
+from fuse_jax.fusion.intra_stage.flight import StepError
+from fuse_jax.fusion.intra_stage.schedule import Schedule
+from fuse_jax.placement.mesh import make_mesh
+from fuse_jax.training.pipeline_plan import Plan
+from fuse_jax.training.pipeline_step import TIMELINE_AT, WINDOW, Pipelines, PipelineStep
+from fuse_jax.training.ppo_step import create_ppo_state, make_step
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+HP = toy.hyper_parameters((2, 2), lr=1e-4)
+PARAMS = toy.parameters(HP)
+COUNT = 8
+BATCH = toy.minibatch(COUNT)
+AVAILABLE = {"mailbox": "", "dispatch": "", "pair": "", "ring": ""}
+BOTH = ("actor", "critic")
+
+
+def pipelines(workdir=None, **settings):
+    devices = jax.devices()[:2]
+    mesh = make_mesh(MeshConfig(2, 1, 1), devices)
+    chosen = IntraStageConfig(**{"transport": "mailbox", "timeout": 0.8} | settings)
+    made = pipeline_mesh(2, devices=devices)
+    return Pipelines(
+        chosen, HP, made, mesh, AVAILABLE, wrap=faulty_stages.wrap, workdir=workdir, say=str
+    )
+
+
+def fresh(shared):
+    return create_ppo_state(PARAMS, HP, shared.run_mesh)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return pipelines(tmp_path_factory.mktemp("work"), schedule="fused", drift=0.0)
+
+
+@pytest.fixture(scope="module")
+def step(shared):
+    """One executable serves the tests here."""
+    made = PipelineStep(shared, BOTH)
+    made(fresh(shared), BATCH)
+    made.wait()
+    return made
+
+
+def run(step, shared, updates=3, batch=BATCH):
+    state, collected = fresh(shared), []
+    for _ in range(updates):
+        state, metrics = step(state, batch)
+        collected.append(metrics)
+    step.wait()  # names the task, where reading a metric would only tell the error
+    return state, [{name: float(value) for name, value in one.items()} for one in collected]
+
+
+def planned_as(shared, **settings):
+    """Make the plans anew under other settings; the executable stays."""
+    changed = dataclasses.replace(shared.planner.settings, **settings)
+    shared.planner = dataclasses.replace(shared.planner, settings=changed)
+
+
+def test_fused_and_serial_updates_give_the_same_bits_near_the_plain_step(step, shared):
+    fused, of_fused = run(step, shared)
+    planned_as(shared, schedule="serial")
+    serial, of_serial = run(step, shared)
+    planned_as(shared, schedule="fused")
+    assert toy.bits((fused.params, fused.opt_state)) == toy.bits((serial.params, serial.opt_state))
+    assert [m["pipeline_fused"] for m in of_fused] == [1.0] * 3
+    assert [m["pipeline_serial"] for m in of_serial] == [1.0] * 3
+    one = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
+    plain, state = make_step(one, HP), create_ppo_state(PARAMS, HP, one)
+    for _ in range(3):
+        state, metrics = plain(state, BATCH)
+    pairs = zip(jax.tree.leaves(fused.params), jax.tree.leaves(state.params), strict=True)
+    assert max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs) < 1e-5
+    assert of_fused[-1]["actor_loss"] == pytest.approx(float(metrics["actor_loss"]), abs=1e-5)
+
+
+def test_a_schedule_with_too_much_in_flight_gives_way_to_the_serial_one(step, shared, monkeypatch):
+    plan = shared.planner.plan([COUNT])
+    graph = plan.schedule.graph
+    forwards_first = [
+        sorted(row, key=lambda task: (graph.kind[task], graph.model[task], task))
+        for row in plan.schedule.order.tolist()
+    ]
+    problem = dataclasses.replace(plan.schedule.problem, memory_cap=None)
+    greedy = Plan(Schedule(problem, np.array(forwards_first)), True, 1.0, 1.0, "")
+    monkeypatch.setitem(shared.planner._plans, (COUNT,), greedy)
+    _, (metrics,) = run(step, shared, 1)
+    assert (metrics["pipeline_fallback"], metrics["pipeline_serial"]) == (1.0, 1.0)
+    assert metrics["pipeline_fused"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kl", "reason"), [(faulty_stages.FAIL, "injected fault"), (faulty_stages.HANG, "waited too")]
+)
+def test_a_failed_update_names_its_task_and_the_next_one_works(step, shared, kl, reason):
+    wanted, _ = run(step, shared, 1)
+    broken = BATCH._replace(kl_coef=np.float32(kl))
+    with pytest.raises(StepError, match=reason) as caught:
+        run(step, shared, 1, broken)
+    assert caught.value.device == 1 and str(caught.value.task) == "actor[0] B0 on device 1"
+    again, _ = run(step, shared, 1)
+    assert toy.bits(again.params) == toy.bits(wanted.params)
+
+
+def test_the_timeline_of_a_warm_update_is_drawn(step, shared):
+    run(step, shared, TIMELINE_AT + 1)
+    assert (shared.workdir / "pipeline.png").stat().st_size > 10_000
+    events = json.loads((shared.workdir / "pipeline_trace.json").read_text())["traceEvents"]
+    groups = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    spans = [(groups[e["pid"]], e["name"]) for e in events if e["ph"] == "X"]
+    planned = sorted(name for group, name in spans if group == "planned")
+    assert planned == sorted(name for group, name in spans if group == "measured")
+    assert len(planned) == 2 * 2 * 2 * COUNT  # devices x models x kinds x micro-batches
+
+
+def test_drift_beyond_the_set_share_searches_again(shared, monkeypatch):
+    other = pipelines(drift=0.25)
+    other.planner = shared.planner
+    measured = []
+    monkeypatch.setattr(other, "_measured", lambda *_: measured.append(1) or shared.planner)
+    plan = Plan(None, True, 10.0, 10.0, "")
+    for seconds, again in ((0.02, 0), (0.022, 0), (0.03, 1), (0.03, 1), (0.02, 2)):
+        for _ in range(WINDOW):
+            other.note(plan, seconds)
+        other.look_for_drift({}, BATCH)
+        assert other.searched_again == len(measured) == again
