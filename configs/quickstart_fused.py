@@ -14,14 +14,17 @@ and `pipeline.png` of an update, each with its trace for https://ui.perfetto.dev
     python launch/train.py --config configs/quickstart_fused.py --workdir runs/quickstart_fused
 """
 
+from pathlib import Path
+from runpy import run_path
+
 from ml_collections import ConfigDict
 
-from configs.quickstart import get_config as quickstart
+QUICKSTART = Path(__file__).with_name("quickstart.py")
 
 
 def get_config() -> ConfigDict:
     """The quickstart on 4 virtual devices: 4 generation instances, pipelined updates."""
-    config = quickstart()
+    config = run_path(str(QUICKSTART))["get_config"]()
     config.mesh.cpu_devices = 4
     config.mesh.data = 4
     config.mesh.pipe = 4

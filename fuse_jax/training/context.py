@@ -34,6 +34,11 @@ MAY_CHANGE = (
     "checkpoint.keep",
     "compute.precompile",
     "evaluation.samples_shown",
+    # Two schedules through one executor add up the same gradients in the same order.
+    "fusion.intra_stage.drift",
+    "fusion.intra_stage.schedule",
+    "fusion.intra_stage.search_evaluations",
+    "fusion.intra_stage.timeout",
     "reward.workers",
 )
 
