@@ -39,6 +39,11 @@ FREE_OF_JAX = (
     "fuse_jax.fusion.intra_stage.bounds",
     "fuse_jax.fusion.intra_stage.search",
     "fuse_jax.fusion.intra_stage.plot",
+    "fuse_jax.fusion.inter_stage.policy",
+    "fuse_jax.fusion.inter_stage.simulator",
+    "fuse_jax.fusion.inter_stage.choose",
+    "fuse_jax.fusion.inter_stage.study",
+    "fuse_jax.fusion.inter_stage.plot",
 )
 
 
