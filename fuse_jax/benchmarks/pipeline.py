@@ -63,22 +63,27 @@ def main(argv: Sequence[str]) -> None:
     flags.add_argument("--micro-batches", default="8,32")
     flags.add_argument("--devices", type=int, default=8)
     flags.add_argument("--repeats", type=int, default=7)
+    help_ = "times as long: on a busy machine its own work then matters less"
+    flags.add_argument("--slower", type=float, default=1.0, help=help_)
     args = flags.parse_args(argv)
     use_cpu_devices(args.devices)
     for transport in args.transports.split(","):
         for count in map(int, args.micro_batches.split(",")):
-            for line in measure(transport, args.devices, count, args.repeats):
+            for line in measure(transport, args.devices, count, args.repeats, args.slower):
                 print(json.dumps(line), flush=True)
 
 
-def measure(transport: Any, devices: int, micro_batches: int, repeats: int) -> list[dict[str, Any]]:
+def measure(
+    transport: Any, devices: int, micro_batches: int, repeats: int, slower: float = 1.0
+) -> list[dict[str, Any]]:
     """The lines of one transport and number of micro-batches: fused, then serial."""
+    paces = {n: {kind: slower * ms for kind, ms in of.items()} for n, of in PACES.items()}
     hp, minibatch = settings(devices), make_minibatch(micro_batches)
     params = make_params(hp)
     wanted, _ = jax.jit(partial(serial_gradients, hp=hp))(params, minibatch)
     times = {
-        name: {kind: np.full((1, devices), ms) for kind, ms in paces.items()}
-        for name, paces in PACES.items()
+        name: {kind: np.full((1, devices), ms) for kind, ms in of.items()}
+        for name, of in paces.items()
     }
     fused = IntraStageConfig(transport=transport, schedule="fused")
     planner = Planner(fused, devices, (devices, devices), times, COSTS[transport])
@@ -89,7 +94,8 @@ def measure(transport: Any, devices: int, micro_batches: int, repeats: int) -> l
     mesh = pipeline_mesh(devices)
     make = dispatched if transport == "dispatch" else compiled
     started = time.perf_counter()
-    run, temp_bytes = make(transport, planner, hp, mesh, params, minibatch)
+    stages = {name: paced(functions, paces[name]) for name, functions in model_stages(hp).items()}
+    run, temp_bytes = make(planner, hp, mesh, stages, params, minibatch)
     lines = []
     for name, plan in plans.items():
         step = run(plan.schedule)
@@ -138,23 +144,19 @@ def paced(stages: StageFunctions, paces: Mapping[str, float]) -> StageFunctions:
     return dataclasses.replace(stages, forward=forward, backward=backward)
 
 
-def paced_stages(hp: HyperParameters) -> dict[str, StageFunctions]:
-    """Actor's and critic's, each at its pace."""
-    return {name: paced(stages, PACES[name]) for name, stages in model_stages(hp).items()}
-
-
 def compiled(
-    transport: Any,
     planner: Planner,
     hp: HyperParameters,
     mesh: Mesh,
+    stages: dict[str, StageFunctions],
     params: dict[str, Any],
     minibatch: Minibatch,
 ) -> tuple[Run, int]:
     """Gradients by the pipeline as one program, and the memory it takes beyond its arguments."""
-    link = make_transport(transport, planner.devices)
+    name: Any = planner.settings.transport
+    link = make_transport(name, planner.devices)
     layout = make_layout(planner, BOTH, minibatch, ticked=link.ticked)
-    gradients = PipelineGradients(layout, mesh, hp, link, paced_stages(hp))
+    gradients = PipelineGradients(layout, mesh, hp, link, stages)
     step = jax.jit(partial(gradients, hp=hp))
     planned = gradients.place(
         gradients.prepare(minibatch, planner.plan(counts(minibatch)).schedule)
@@ -170,17 +172,17 @@ def compiled(
 
 
 def dispatched(
-    transport: Any,
     planner: Planner,
     hp: HyperParameters,
     mesh: Mesh,
+    stages: dict[str, StageFunctions],
     params: dict[str, Any],
     minibatch: Minibatch,
 ) -> tuple[Run, None]:
     """Gradients by tasks that the host dispatches."""
-    del transport
+    del hp
     pipelines = trained_pipelines(planner.problem(counts(minibatch)))
-    dispatch = Dispatch(pipelines, mesh, paced_stages(hp))
+    dispatch = Dispatch(pipelines, mesh, stages)
     dealt = {n: deal_micro_batches(counts(minibatch), p.replicas) for n, p in pipelines}
     weights = {name: split_params(params[name]) for name in params}
     total = {n: jax.jit(partial(collect, pipeline=p)) for n, p in pipelines}

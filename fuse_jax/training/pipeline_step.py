@@ -48,6 +48,7 @@ from fuse_jax.training.ppo_step import ppo_optimizers, ppo_step
 from fuse_jax.training.state import CompiledStep, TrainState, apply_gradients
 
 SPARE_SLOTS = 2  # beyond what the usual mini-batch's schedules need
+XLA_CPU_TIMEOUT = 30.0  # s; it gives a collective up after 40
 WINDOW = 8  # updates between two looks at the drift
 TIMELINE_AT = 3  # the update whose timeline is noted: warm
 
@@ -254,6 +255,8 @@ class _Compiled:
         self.gradients = PipelineGradients(layout, mesh, hp, transport, stages)
         self.program: Any = transport.program if isinstance(transport, Mailbox) else None
         self._transport, self._timeout = transport, settings.timeout
+        if jax.default_backend() == "cpu":  # before XLA itself ends the process, naming no task
+            self._timeout = min(self._timeout, XLA_CPU_TIMEOUT)
         gradients: Any = partial(self.gradients, hp=hp, train=train)
         bound = partial(ppo_step, hp=hp, gradients=gradients)
         archs = {"actor": hp.actor, "critic": hp.critic}

@@ -108,7 +108,8 @@ class MailboxFlight:
 class CollectiveFlight:
     """The same for a step whose devices meet in collectives.
 
-    program: holds the tasks that devices have begun; None where nothing can note them.
+    program: holds the tasks that devices have begun; None where nothing can note them: then
+    timeout_s is that of the whole step, else that in which some device must begin a task.
     """
 
     schedule: Schedule
@@ -122,10 +123,16 @@ class CollectiveFlight:
         def leave(place: int, error: Exception) -> None:
             self._exit(place, first_line(error))
 
-        settle(self.outputs, leave, self.timeout_s, self._exit_hung)
+        started = time.monotonic()
 
-    def _exit_hung(self) -> NoReturn:
-        self._exit(None, f"the step did not end within {self.timeout_s:g} s")
+        def leave_if_hung() -> None:
+            still = time.monotonic() - started
+            if self.program is not None:
+                still = min(still, *(device.seconds for device in self.program.progress()))
+            if still > self.timeout_s:
+                self._exit(None, f"no device has begun a task for {self.timeout_s:g} s")
+
+        settle(self.outputs, leave, leave_if_hung)
 
     def _exit(self, place: int | None, reason: str) -> NoReturn:
         print(f"error: {self._where(place)}: {reason}", file=sys.stderr)
@@ -152,18 +159,16 @@ class CollectiveFlight:
 def settle(
     outputs: jax.Array,
     on_error: Callable[[int, Exception], None],
-    timeout_s: float | None = None,
-    on_timeout: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> dict[int, Exception]:
     """Wait for every device's part of `outputs`; errors by place in the mesh.
 
     `on_error(place, error)` is called at once for the first device that fails, while others may
-    still wait for it.
+    still wait for it; `meanwhile()` now and then.
     """
     place = {device: i for i, device in enumerate(outputs.sharding.mesh.devices.flat)}  # pyright: ignore
     parts = {place[shard.device]: shard.data for shard in outputs.addressable_shards}
     errors: dict[int, Exception] = {}
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while parts:
         for number in [n for n, part in parts.items() if part.is_ready()]:
             try:
@@ -172,8 +177,8 @@ def settle(
                 if not errors:
                     on_error(number, error)
                 errors[number] = error
-        if deadline is not None and time.monotonic() > deadline and on_timeout is not None:
-            on_timeout()
+        if meanwhile is not None:
+            meanwhile()
         time.sleep(POLL_S)
     return errors
 
