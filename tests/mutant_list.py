@@ -566,4 +566,84 @@ TRAINING = [
     ),
 ]
 
-MUTANTS = [*RL, *ROLLOUT, *SCORING, *TRAINING]
+INTER_STAGE = [
+    Mutant(
+        "a sample that is read again draws its first token again",
+        "fuse_jax/rollout/batcher.py",
+        "[len(progress.tokens) for progress in chosen]",
+        "[0 for progress in chosen]",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_a_tail_read_again_agrees_within_the_margin",
+        ),
+    ),
+    Mutant(
+        "caches stay behind where they should move",
+        "fuse_jax/fusion/inter_stage/migration.py",
+        'if move.way == "kv":',
+        'if move.way == "prefill":',
+        ("tests/fusion/inter_stage/test_runtime.py::test_the_tail_moves_with_its_caches",),
+    ),
+    Mutant(
+        "a barrier stands before scoring",
+        "fuse_jax/fusion/inter_stage/policy.py",
+        "return own_unfinished == 0 and backlog == 0",
+        "return unfinished == 0",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_a_finished_sample_is_scored_within_a_chunk",
+        ),
+    ),
+    Mutant(
+        "the serial plan scores before generation has ended",
+        "fuse_jax/fusion/inter_stage/policy.py",
+        "return unfinished == 0",
+        "return own_unfinished == 0",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_serial_scores_nothing_before_the_last_sample",
+        ),
+    ),
+    Mutant(
+        "scoring batches of a failed instance are lost",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "self.table.give_back(unit.column, unit.bucket, unit.samples)",
+        "pass",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_scores_of_a_failed_scorer_are_given_again",
+        ),
+    ),
+    Mutant(
+        "samples of a failed instance are lost",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "        self._restart(unfinished)",
+        "        pass",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_samples_of_a_failed_instance_run_elsewhere",
+        ),
+    ),
+    Mutant(
+        "scores are written to the samples of another batch",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "zip(unit.samples, found, strict=True)",
+        "zip(unit.samples, reversed(found), strict=True)",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_every_plan_gives_the_serial_bits[handoff]",
+        ),
+    ),
+    Mutant(
+        "work starts before the device is free",
+        "fuse_jax/fusion/inter_stage/timeline.py",
+        "start = max(entry.dispatched, self._free_at[instance])",
+        "start = entry.dispatched",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_the_timeline_holds_every_kind_of_work_without_overlap",
+        ),
+    ),
+    Mutant(
+        "what comes back waits behind all others",
+        "fuse_jax/fusion/inter_stage/readiness.py",
+        "extendleft(reversed(samples))",
+        "extend(samples)",
+        ("tests/fusion/inter_stage/test_readiness.py::test_what_is_given_back_comes_first_again",),
+    ),
+]
+
+MUTANTS = [*RL, *ROLLOUT, *SCORING, *TRAINING, *INTER_STAGE]

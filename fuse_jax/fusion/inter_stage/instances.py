@@ -48,13 +48,12 @@ class Instance:
     def on_mesh(self, role: Role, model: Model) -> Model:
         """`model` with its parameters on this instance's devices; returns before they are there.
 
-        Parameters its devices hold already are shared, not copied; others (in host memory, say)
-        are copied.
+        What its devices hold already is shared, not copied: it must not be kept over a donation.
         """
         if role not in self._shardings:
             mesh = self.engine.mesh
             self._shardings[role] = parameter_specs(model.arch, model.params, mesh)
-        return Model(model.arch, share(model.params, self._shardings[role]))
+        return Model(model.arch, jax.device_put(model.params, self._shardings[role]))
 
 
 def cut_mesh(mesh: Mesh, instances: int) -> list[Mesh]:
@@ -101,37 +100,6 @@ def geometry_of(instances: Sequence[Instance]) -> Geometry:
         buckets=first.scorer.buckets,
         columns=tuple(first.scorer.columns),
     )
-
-
-def share(tree: Any, shardings: Any) -> Any:
-    """`tree` in `shardings` over some of its devices: the same memory where they hold what is due.
-
-    Anything else (another cut, arrays of the host) is copied, without waiting. Shared arrays end
-    with those they share with: they must not be kept over a donation.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    targets = structure.flatten_up_to(shardings)
-    found = [_shared(leaf, target) for leaf, target in zip(leaves, targets, strict=True)]
-    missing = [i for i, leaf in enumerate(found) if leaf is None]
-    # One call: a call a leaf costs the host more than the copy.
-    copies = jax.device_put([leaves[i] for i in missing], [targets[i] for i in missing])
-    for i, copy in zip(missing, copies, strict=True):
-        found[i] = copy
-    return structure.unflatten(found)
-
-
-def _shared(leaf: Any, sharding: Any) -> jax.Array | None:
-    """`leaf` in `sharding` without a copy, or None."""
-    if not isinstance(leaf, jax.Array):
-        return None
-    held = {shard.device: shard for shard in leaf.addressable_shards}
-    pieces = []
-    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
-        shard = held.get(device)
-        if shard is None or shard.index != index:
-            return None
-        pieces.append(shard.data)
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, pieces)
 
 
 def to_host(tree: Any) -> Any:
