@@ -57,10 +57,13 @@ COSTS = Costs(
 )
 
 
-def random_params(seed: int, head: str) -> Any:
-    """Weights far enough from the usual initial ones that attention and positions matter."""
+def random_params(arch: Architecture, seed: int, head: str) -> Any:
+    """Weights far enough from the usual initial ones that attention and positions matter.
+
+    Drawn without JAX, whose compiling would cost more than all the rest of a test.
+    """
     rng = np.random.default_rng(seed)
-    make = functools.partial(transformer.init, ARCH, head=head)  # type: ignore[arg-type]
+    make = functools.partial(transformer.init, arch, head=head)  # type: ignore[arg-type]
     shapes = jax.eval_shape(make, jax.random.key(0))
 
     def draw(path: Any, leaf: Any) -> np.ndarray:
@@ -122,9 +125,15 @@ def world() -> World:
     everywhere = NamedSharding(mesh, P())  # as a run holds its parameters
     models = {}
     for seed, role in enumerate(("actor", "reference", "critic", "reward_model")):
-        params = random_params(seed, "lm" if seed < 2 else "scalar")
+        params = random_params(ARCH, seed, "lm" if seed < 2 else "scalar")
         models[role] = Model(ARCH, jax.device_put(params, everywhere))
     return World(mesh, instances, models, jax.random.key(5))
+
+
+@pytest.fixture(scope="session")
+def draw_params() -> Callable[..., Any]:
+    """`random_params`, for the tests."""
+    return random_params
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import pytest
 from fuse_jax.config_read import ConfigError, default_config, read_config
 from fuse_jax.data.order import sample_ids
 from fuse_jax.fusion.inter_stage.instances import to_host
-from fuse_jax.models import transformer
 from fuse_jax.rollout.warmup import count_compilations
 from fuse_jax.scoring.columns import Model
 from fuse_jax.training.config_check import check_config
@@ -18,7 +17,7 @@ from fuse_jax.training.context import open_run
 from fuse_jax.training.fused_rollout import FusedRollout
 from fuse_jax.training.run import train
 
-COLUMNS = ("ref_log_probs", "values")
+COLUMNS = ("ref_log_probs",)
 
 
 def settings(policy="serial", instances=2, **inter):
@@ -76,12 +75,11 @@ def test_shares_of_slots_and_rows_must_be_whole():
         check_config(read_config(config), device_count=4)
 
 
-def models_of(run):
+def models_of(run, draw_params):
     """Random models: trained ones on the mesh, frozen ones on the host."""
     found = {}
-    for seed, role in enumerate(("actor", "reference", "critic")):
-        head = "scalar" if role == "critic" else "lm"
-        params = transformer.init(run.archs[role], jax.random.key(seed), head=head)
+    for seed, role in enumerate(("actor", "reference")):
+        params = draw_params(run.archs[role], seed, "lm")
         whole = jax.sharding.NamedSharding(run.mesh, jax.sharding.PartitionSpec())
         kept = to_host(params) if role == "reference" else jax.device_put(params, whole)
         found[role] = Model(run.archs[role], kept)
@@ -89,7 +87,7 @@ def models_of(run):
 
 
 @pytest.fixture(scope="module")
-def rollouts(tmp_path_factory):
+def rollouts(tmp_path_factory, draw_params):
     """Two iterations under a policy that moves samples and under the serial one."""
     found = {}
     for policy, more in (("fixed", {"threshold": 4, "keep": 1}), ("serial", {})):
@@ -98,7 +96,7 @@ def rollouts(tmp_path_factory):
         run = open_run(
             read_config(settings(policy, **more)), workdir, resume=False, say=said.append
         )
-        fused, models = FusedRollout(run, COLUMNS), models_of(run)
+        fused, models = FusedRollout(run, COLUMNS), models_of(run, draw_params)
         fused.precompile(models)
         with count_compilations() as late:
             outcomes = [
@@ -126,7 +124,7 @@ def test_an_iteration_tells_what_happened_and_leaves_its_timeline(rollouts):
     assert values["generation_seconds"] <= values["fusion_seconds"]
     assert any("inter-stage plan, fixed" in line for line in said)
     events = json.loads((workdir / "inter_stage_trace.json").read_text())["traceEvents"]
-    assert {"score values", "decode"} <= {event["name"] for event in events}
+    assert {"score ref_log_probs", "decode"} <= {event["name"] for event in events}
     assert (workdir / "inter_stage.png").stat().st_size > 1000
 
 
