@@ -1,5 +1,6 @@
 """Tasks dispatched by the host: the compiled pipeline's numbers, and steps that end badly."""
 
+import dataclasses
 from functools import partial
 
 import faulty_stages
@@ -99,8 +100,11 @@ def test_a_step_that_fails_names_its_task_and_the_next_one_works(case, wanted, k
 
 @pytest.mark.parametrize("stages", [(4, 4), (4, 2), (1, 2)])
 @pytest.mark.parametrize("split", [False, True])
-def test_dispatch_keeps_every_order_and_comes_after_what_it_needs(stages, split):
+@pytest.mark.parametrize("forward", [5.0, 0.0])  # tasks of no time start all at once
+def test_dispatch_keeps_every_order_and_comes_after_what_it_needs(stages, split, forward):
     problem = toy.problem(stages, toy.minibatch(5), split=split)
+    down = dataclasses.replace(problem.critic, forward=forward)
+    problem = dataclasses.replace(problem, critic=down)
     dealt = {
         name: np.zeros((replicas, pipeline.micro_batches, 2), int)
         for name, pipeline, replicas in zip(toy.MODELS, problem.pipelines, problem.replicas)
