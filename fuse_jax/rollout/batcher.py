@@ -171,7 +171,7 @@ class Batcher:
     @property
     def unfinished(self) -> int:
         """Requests that have not come out of `collect` yet."""
-        return self.waiting + len(self.live)
+        return self.waiting + len(list(filter(None, self._slots)))  # asked often
 
     @property
     def launched(self) -> int:

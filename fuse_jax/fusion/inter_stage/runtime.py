@@ -34,7 +34,7 @@ from fuse_jax.scoring.sample_rewards import TextRewards
 
 # Between two looks at the devices while nothing changes: short at first, then longer. A device has
 # its next piece of work already, so what is seen late costs little, and looking costs a core.
-POLL_SECONDS = (2e-4, 4e-4, 8e-4, 2e-3)
+POLL_SECONDS = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
 T = TypeVar("T")
 
 
