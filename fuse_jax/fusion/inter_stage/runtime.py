@@ -140,7 +140,7 @@ class Controller:
         self._decide()
         idle = 0
         while not self._complete():
-            if self._read():
+            if self._read(idle):
                 self._decide()
                 idle = 0
             else:
@@ -170,9 +170,10 @@ class Controller:
             return False
         return self.job.text_rewards is None or len(self.rewards) == len(self.samples)
 
-    def _read(self) -> bool:
-        """Take what has become ready; whether anything has."""
-        self.timeline.settle()
+    def _read(self, idle: int) -> bool:
+        """Take what has become ready; whether anything has. `idle` looks before found nothing."""
+        if not self.timeline.settle() and idle % 4:  # nothing has ended: look closely now and then
+            return self._poll_rewards()
         changed = False
         for lane in self.lanes:
             if lane.chunk_ready():

@@ -81,8 +81,9 @@ class Timeline:
         """A sample came out of `instance`."""
         self.finishes.append(Finish(sample_id, instance, self.now(), self._next()))
 
-    def settle(self) -> None:
-        """Note the end of everything that has ended. Never waits."""
+    def settle(self) -> bool:
+        """Note the end of everything that has ended, and whether anything has. Never waits."""
+        before = len(self.records)
         for instance in range(self.instances):
             queue, link = self._open[instance], self._link[instance]
             while queue and queue[0].array.is_ready():  # type: ignore[attr-defined]
@@ -92,6 +93,7 @@ class Timeline:
             while link and link[0].array.is_ready():  # type: ignore[attr-defined]
                 entry = link.popleft()
                 self._close(entry, instance, entry.dispatched)
+        return len(self.records) > before
 
     def drop(self, instance: int) -> None:
         """Forget what was dispatched to an instance that failed: it will not end."""
