@@ -181,7 +181,10 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class IntraStageConfig:
-    """How actor and critic are trained in pipelines; read where mesh.pipe > 1."""
+    """How actor and critic are trained in pipelines; read where mesh.pipe > 1.
+
+    Backwards are whole here; schedules and executors know split ones too (input, then weights).
+    """
 
     schedule: Literal["auto", "fused", "serial"] = "auto"  # auto: fused where predicted faster
     transport: Literal["auto", "mailbox", "pair", "ring", "dispatch"] = "auto"

@@ -300,7 +300,7 @@ def check_mesh(config: Config, device_count: int) -> None:
         _refuse("mesh.pipe", pipe, f"does not divide mesh.data={data}: use a divisor of it")
     if pipe > 1 and fsdp > 1:
         _refuse("mesh.fsdp", fsdp, f"must be 1 with mesh.pipe={pipe}: a stage's weights stay whole")
-    check_pipeline(config)
+    check_pipeline(config, tensor)
     check_inter_stage(config, data)
     shards = data * fsdp
     batches = {

@@ -23,7 +23,7 @@ def model_stages_of(settings: IntraStageConfig, pipe: int) -> dict[str, int]:
     return {"actor": settings.actor_stages or pipe, "critic": settings.critic_stages or pipe}
 
 
-def check_pipeline(config: Config) -> None:
+def check_pipeline(config: Config, tensor: int = 1) -> None:
     """Refuse settings of `fusion.intra_stage` that contradict `mesh.pipe` or this machine.
 
     Raises ConfigError.
@@ -43,7 +43,9 @@ def check_pipeline(config: Config) -> None:
                 f"{KEY}.{name}_stages={stages}: does not divide mesh.pipe={pipe}: use a divisor, "
                 "or 0 for mesh.pipe"
             )
-    why = transports(pipe).get(settings.transport) if settings.transport != "auto" else ""
+    if settings.transport == "auto":
+        return
+    why = transports(pipe, tensor)[settings.transport]
     if why:
         raise ConfigError(f"{KEY}.transport={settings.transport!r}: {why}; or use 'auto'")
 
@@ -68,12 +70,14 @@ def check_layers(config: Config, archs: Mapping[Any, Architecture]) -> None:
             raise ConfigError(f"mesh.tensor={config.mesh.tensor}: {error}") from error
 
 
-def transports(pipe: int) -> dict[Transport, str]:
+def transports(pipe: int, tensor: int = 1) -> dict[Transport, str]:
     """Each transport, and why it cannot be used here (empty where it can)."""
+    # The mailbox can call back a device that waits in it, not one that waits in a stage's own sum.
+    sums = "with mesh.tensor > 1 a failed device would leave others in a collective"
     one_process = "" if jax.process_count() == 1 else "it works inside one process"
     odd = f"mesh.pipe={pipe} is odd, and it deals devices into pairs" if pipe % 2 else ""
     return {
-        "mailbox": mailbox.unavailable_because(),
+        "mailbox": mailbox.unavailable_because() or (sums if tensor > 1 else ""),
         "dispatch": one_process,
         "pair": odd,
         "ring": "",

@@ -125,7 +125,6 @@ def _pipeline(
         stage["F"],
         stage["B"],
         activation=1.0,
-        weight_grad=stage.get("W"),
         direction=direction,
         lengths=relative_lengths(dealt, relative),
     )

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fuse_jax.fusion.intra_stage.executor import block_specs
 from fuse_jax.fusion.intra_stage.layout import PipelineLayout
 from fuse_jax.fusion.intra_stage.stages import StageFunctions, Weights, split_params
 
@@ -34,14 +35,15 @@ def measure_tasks(
     serves all stages of a model (their place is an argument), so little is compiled.
     """
     group = Mesh(mesh.devices[0], ("data", "tensor"), axis_types=mesh.axis_types[1:])
-    whole, rows = NamedSharding(group, P()), NamedSharding(group, P("data"))
+    rows = NamedSharding(group, P("data"))
     times: TaskTimes = {}
     for name, pipeline in pipelines:
-        weights = jax.device_put(_first_stage(params[name], pipeline.stages), whole)
+        weights = _first_stage(params[name], pipeline.stages)
+        weights = jax.device_put(weights, _shardings(weights, group))
         kinds = {kind: np.zeros((len(buckets), pipeline.stages)) for kind in pipeline.kinds}
         for number, bucket in enumerate(buckets):
             batch = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf[0]), rows), bucket)
-            tasks = _tasks(stages[name], weights, batch, split=pipeline.split)
+            tasks = _tasks(stages[name], weights, batch)
             for kind, run in tasks.items():
                 by_place: dict[tuple[bool, bool], float] = {}
                 for stage in range(pipeline.stages):
@@ -58,8 +60,17 @@ def _first_stage(params: Any, stages: int) -> Weights:
     return Weights(jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // stages], blocks), ends)
 
 
+def _shardings(weights: Weights, group: Mesh) -> Weights:
+    """Blocks cut over tensor as in the pipeline, the ends whole."""
+    specs = block_specs(jax.tree.map(lambda leaf: leaf[None], weights.blocks))
+    blocks = jax.tree.map(
+        lambda spec: NamedSharding(group, P(*spec[1:])), specs, is_leaf=lambda s: isinstance(s, P)
+    )
+    return Weights(blocks, jax.tree.map(lambda _: NamedSharding(group, P()), weights.ends))
+
+
 def _tasks(
-    functions: StageFunctions, weights: Weights, batch: Any, *, split: bool
+    functions: StageFunctions, weights: Weights, batch: Any
 ) -> dict[str, Callable[..., Any]]:
     """By kind: run a task as the stage that (first, last) says."""
     shape = (*batch.tokens.shape, functions.hidden_size)
@@ -68,20 +79,10 @@ def _tasks(
     sums = jax.jit(functions.zero_sums)(weights, batch, kl_coef)
     of = (weights, x, x, batch, kl_coef)
 
-    def adding(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = jax.jit(function)
-        return lambda **place: compiled(*of, sums, **place)
-
-    forward = jax.jit(functions.forward)
-    tasks: dict[str, Callable[..., Any]] = {
-        "F": lambda **place: forward(weights, x, batch, **place)
-    }
-    if not split:
-        return tasks | {"B": adding(functions.backward)}
-    backward = jax.jit(functions.backward_input)
-    return tasks | {
-        "B": lambda **place: backward(*of, **place),
-        "W": adding(functions.backward_weights),
+    forward, backward = jax.jit(functions.forward), jax.jit(functions.backward)
+    return {
+        "F": lambda **place: forward(weights, x, batch, **place),
+        "B": lambda **place: backward(*of, sums, **place),
     }
 
 

@@ -27,7 +27,12 @@ from jax.sharding import PartitionSpec as P
 from fuse_jax.config import IntraStageConfig
 from fuse_jax.fusion.intra_stage.dispatch import Dispatch
 from fuse_jax.fusion.intra_stage.executor import collect
-from fuse_jax.fusion.intra_stage.flight import CollectiveFlight, Flight, MailboxFlight
+from fuse_jax.fusion.intra_stage.flight import (
+    CollectiveFlight,
+    DispatchFlight,
+    Flight,
+    MailboxFlight,
+)
 from fuse_jax.fusion.intra_stage.layout import (
     Layout,
     deal_micro_batches,
@@ -44,8 +49,8 @@ from fuse_jax.training.pipeline_gradients import PipelineGradients, model_stages
 from fuse_jax.training.pipeline_plan import Choice, Plan, Planner, Transport, choose
 from fuse_jax.training.pipeline_profile import measure_tasks
 from fuse_jax.training.pipeline_timeline import write_timeline
-from fuse_jax.training.ppo_step import ppo_optimizers, ppo_step
-from fuse_jax.training.state import CompiledStep, TrainState, apply_gradients
+from fuse_jax.training.ppo_step import ppo_step
+from fuse_jax.training.state import CompiledStep, TrainState
 
 SPARE_SLOTS = 2  # beyond what the usual mini-batch's schedules need
 XLA_CPU_TIMEOUT = 30.0  # s; it gives a collective up after 40
@@ -82,6 +87,8 @@ class Pipelines:
         self.planner: Planner | None = None
         self.choice: Choice | None = None
         self.searched_again = 0
+        self.flying: PipelineStep | None = None  # whose update has not been waited for
+        self._told = False
         self._ratios: list[float] = []
         self._usual: float | None = None
 
@@ -126,6 +133,15 @@ class Pipelines:
         """An update's time: is it still in proportion to what the search was told?"""
         if plan.predicted:
             self._ratios.append(1e3 * seconds / plan.predicted)
+
+    def tell_fallback(self, counts: list[int]) -> None:
+        """Say once that a fused schedule gave way; the metrics count every time."""
+        if not self._told:
+            self._told = True
+            self.say(
+                f"pipeline: the fused schedule of {counts} micro-batches needs more slots than "
+                "were compiled: it runs serially (pipeline_fallback counts such updates)"
+            )
 
     def look_for_drift(self, params: dict[str, Any], minibatch: Minibatch) -> None:
         """Measure and search again if updates have become slower or faster than they were."""
@@ -176,11 +192,13 @@ class PipelineStep:
         plan, prepared, fallback = self._prepare(engine, minibatch)  # while the last one runs
         self.wait()
         both = len(self._train) == 2
+        if both:
+            self._shared.look_for_drift(state.params, minibatch)
         if both and self._updates == TIMELINE_AT and engine.program is not None:
             engine.program.record(True)
         started = time.monotonic()
         state, metrics, flight = engine(state, prepared, plan.schedule)
-        self._flight = (flight, plan, started)
+        self._flight, self._shared.flying = (flight, plan, started), self
         self._updates += 1
         shown = {
             "pipeline_fused": plan.fused,
@@ -204,12 +222,17 @@ class PipelineStep:
         except SlotsError:
             if plan is serial:
                 raise
+            self._shared.tell_fallback(counts)
             return serial, engine.prepare(minibatch, serial.schedule), True
 
     def wait(self) -> None:
-        """Until the update in flight has ended. Raises StepError naming the device and the task."""
-        if self._flight is None:
-            return
+        """Until no update of the run is in flight. Raises StepError naming device and task."""
+        flying, self._shared.flying = self._shared.flying, None
+        if flying is not None:
+            flying._land()
+
+    def _land(self) -> None:
+        assert self._flight is not None
         flight, plan, started = self._flight
         self._flight = None
         flight.wait()
@@ -221,9 +244,7 @@ class PipelineStep:
             self._write_timeline(plan)
 
     def _engine_of(self, state: TrainState, minibatch: Minibatch) -> _Compiled | _Dispatched:
-        if self._engine is not None:
-            self._shared.look_for_drift(state.params, minibatch)
-        else:
+        if self._engine is None:
             _, choice = self._shared.start(state.params, minibatch)
             kind = _Dispatched if choice.transport == "dispatch" else _Compiled
             self._engine = kind(self._shared, self._train, minibatch)
@@ -297,20 +318,34 @@ class _Dispatched:
         )
         archs = {"actor": hp.actor, "critic": hp.critic}
         self.compiled = CompiledStep(self._update, archs, shared.run_mesh)
-        self._hp = hp
+        self._hp, self._planner, self._train = hp, planner, train
 
     def _update(self, state: TrainState, sums: Any) -> tuple[TrainState, Metrics]:
-        """What `ppo_step` does once the gradients are summed."""
-        grads, metrics = {}, {}
-        for name, pipeline in self.pipelines:
-            whole = collect(sums[name], pipeline)
-            grads[name] = join_params(whole.grads)
-            metrics |= whole.metrics
-        state, update_metrics = apply_gradients(state, grads, ppo_optimizers(self._hp))
-        return state, {**finish_metrics(metrics), **update_metrics}
+        """`ppo_step` from what the tasks have summed."""
+
+        def summed(params: Any, sums: Any) -> tuple[dict[str, Any], Metrics]:
+            del params
+            grads, metrics = {}, {}
+            for name, pipeline in self.pipelines:
+                whole = collect(sums[name], pipeline)
+                grads[name] = join_params(whole.grads)
+                metrics |= whole.metrics
+            return grads, finish_metrics(metrics)
+
+        return ppo_step(state, sums, hp=self._hp, gradients=summed)
 
     def precompile(self, state: TrainState, minibatch: Minibatch) -> None:
-        """Nothing: each task is compiled when it is first dispatched."""
+        """Run every kind of task once, on micro-batches as they are; their sums go nowhere."""
+        replicas = max(pipeline.replicas for _, pipeline in self.pipelines)
+        each = [
+            bucket._replace(count=np.int32(min(replicas, len(bucket.micro_batches.tokens))))
+            for bucket in minibatch.buckets
+        ]
+        minibatch = minibatch._replace(buckets=tuple(each))
+        schedule = self._planner.serial(self._train, counts_of(minibatch)).schedule
+        sums, flight = self._start(state, self.prepare(minibatch, schedule), schedule)
+        flight.wait()
+        self.compiled.precompile(state, sums)
 
     def prepare(self, minibatch: Minibatch, schedule: Schedule) -> Any:
         del schedule
@@ -321,12 +356,17 @@ class _Dispatched:
     def __call__(
         self, state: TrainState, prepared: Any, schedule: Schedule
     ) -> tuple[TrainState, Metrics, Flight]:
+        sums, flight = self._start(state, prepared, schedule)
+        state, metrics = self.compiled(state, sums)
+        return state, metrics, flight
+
+    def _start(
+        self, state: TrainState, prepared: Any, schedule: Schedule
+    ) -> tuple[Any, DispatchFlight]:
         minibatch, dealt = prepared
         weights = {name: split_params(state.params[name]) for name, _ in self.pipelines}
         batches = [bucket.micro_batches for bucket in minibatch.buckets]
-        sums, flight = self._dispatch.run(schedule, dealt, weights, batches, minibatch.kl_coef)
-        state, metrics = self.compiled(state, sums)
-        return state, metrics, flight
+        return self._dispatch.run(schedule, dealt, weights, batches, minibatch.kl_coef)
 
 
 def make_layout(

@@ -1,7 +1,7 @@
 """PPO, iteration by iteration: roll out, score, update, evaluate, save.
 
-This is the serial path, against which every fused path is held: the same seed gives the same
-samples, experience and updates whatever runs them.
+The same seed gives the same samples, experience and updates whatever runs them: the serial path,
+against which every fused path is held, or generation, scoring and updates fused.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ def update(run: Run, parts: PPOParts, state: PPOState, experience: Experience) -
             collected.append(metrics)
             if config.target_kl is not None and "approx_kl" in metrics:
                 # Reading the metric waits for the device: only where an early stop is asked for.
+                parts.wait()
                 stopped = stopped or bool(should_stop_early(metrics["approx_kl"], config.target_kl))
     parts.wait()
     state.progress.early_stops += int(stopped)

@@ -307,7 +307,7 @@ def make_steps(run: Run, hp: HyperParameters) -> tuple[Step | PipelineStep, Step
         hp,
         pipeline_mesh(pipe, data, tensor, run.mesh.devices.flat),
         run.mesh,
-        transports(pipe),
+        transports(pipe, tensor),
         say=run.say,
         workdir=run.workdir,
     )

@@ -5,11 +5,13 @@ import pytest
 
 from fuse_jax.config import Config, FusionConfig, IntraStageConfig, MeshConfig
 from fuse_jax.config_read import ConfigError
+from fuse_jax.fusion.intra_stage import mailbox
 from fuse_jax.fusion.intra_stage.baselines import concatenated_1f1b
+from fuse_jax.fusion.intra_stage.transport import make_transport
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.training import pipeline_check
 from fuse_jax.training.config_check import check_mesh
-from fuse_jax.training.pipeline_plan import Planner, choose, rounded
+from fuse_jax.training.pipeline_plan import COSTS, Planner, choose, rounded
 
 ALL = {"mailbox": "", "dispatch": "", "pair": "", "ring": ""}
 
@@ -82,6 +84,17 @@ def test_auto_takes_the_best_predicted_and_the_mailbox_among_equals():
 def test_a_named_transport_is_taken():
     one = planner(transport="ring")
     assert choose(one, [8], ALL).transport == "ring" and one.cost_model == "lockstep"
+
+
+def test_transports_are_planned_with_their_own_cost_models():
+    for name in ("mailbox", "pair", "ring"):
+        if name != "mailbox" or mailbox.available():
+            assert make_transport(name, 4).cost_model == COSTS[name]
+
+
+def test_a_mailbox_is_not_used_where_stages_meet_in_collectives():
+    why = pipeline_check.transports(4, tensor=2)
+    assert "mesh.tensor" in why["mailbox"] and not why["pair"]
 
 
 def test_times_are_searched_with_to_two_digits():

@@ -127,6 +127,18 @@ def test_the_timeline_of_a_warm_update_is_drawn(step, shared):
     assert len(planned) == 2 * 2 * 2 * COUNT  # devices x models x kinds x micro-batches
 
 
+def test_dispatched_updates_give_the_same_numbers(step, shared):
+    dispatched = pipelines(transport="dispatch", timeout=60.0)
+    other = PipelineStep(dispatched, BOTH)
+    other.precompile(fresh(dispatched), BATCH)
+    compiled, (of_compiled, _) = run(step, shared, 2)
+    state, (metrics, _) = run(other, dispatched, 2)
+    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(compiled.params), strict=True)
+    assert max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs) < 1e-5
+    assert metrics.keys() == of_compiled.keys()
+    assert metrics["critic_loss"] == pytest.approx(of_compiled["critic_loss"], abs=1e-5)
+
+
 def test_drift_beyond_the_set_share_searches_again(shared, monkeypatch):
     other = pipelines(drift=0.25)
     other.planner = shared.planner

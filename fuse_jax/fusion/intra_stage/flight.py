@@ -91,11 +91,20 @@ class MailboxFlight:
     def wait(self) -> None:
         """See Flight. A hung device is noticed by those that wait for it, after their timeout."""
 
+        ended: list[float] = []
+
         def stop_others(place: int, error: Exception) -> None:
             device, lane = divmod(place, self.program.lanes)
             self.program.blame(device, lane, first_line(error))
+            ended.append(time.monotonic())
 
-        errors = settle(self.outputs, stop_others)
+        def give_up() -> None:
+            failure = self.program.failure()
+            if ended and failure is not None and time.monotonic() > ended[0] + DRAIN_S:
+                task = named(self.schedule, failure.task) or f"device {failure.device}"
+                raise mailbox.DrainError(f"{task} does not come back: end this process")
+
+        errors = settle(self.outputs, stop_others, give_up)
         if not errors:
             return
         failure = self.program.failure()
