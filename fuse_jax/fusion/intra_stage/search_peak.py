@@ -32,9 +32,9 @@ _CAP_SHARE = 0.3
 # problems need as much as larger ones. Growth of the memory passes.
 _CHASE = 400e6
 _GROWTH = 1.15
-# Caps in best peaks; temperatures in smallest activations.
+# Caps in best peaks, or how far below it; temperatures in smallest activations.
 _FRESH_CAP = 1.1
-_CHASE_CAPS = (0.95, 0.995, 0.97)
+_CHASE_GAPS = (0.05, 0.0125, 0.006)
 _HOT = (1.0, 0.4)
 _COLD = 0.05
 
@@ -98,15 +98,17 @@ def lower_peak(
         best = _fall_by_caps(finder, best, limit, goal, part, seed)
         meter.spend(part.spent)
     state = new_stream(seed)
-    turn, growth = 0, 1.0
+    turn, growth, failed = 0, 1.0, 0
     while _peak(best) > goal and not meter.stop:
         begin: Schedule | None = best
         if turn % 3 == 1:
             cap = int(_peak(best) * _FRESH_CAP)
             begin = _search_under(finder, cap, limit, _CHASE / 4, meter, seed + turn)
         elif turn % 3 == 2:
-            cap = max(goal, int(_peak(best) * _CHASE_CAPS[turn // 3 % len(_CHASE_CAPS)]))
+            # A gap that failed is left to the others: below some cap there is nothing.
+            cap = max(goal, int(_peak(best) * (1 - _CHASE_GAPS[failed % len(_CHASE_GAPS)])))
             begin = _search_under(finder, cap, limit, _CHASE, meter, seed + turn)
+            failed = failed + 1 if begin is None else 0
         if begin is not None:
             work = growth * _ROUND_EVALUATIONS * float(graph.duration.size) ** 2
             work = min(work, max(meter.left, 1.0), meter.work_in_time())
