@@ -203,8 +203,10 @@ def dispatched(
     batches = [bucket.micro_batches for bucket in placed.buckets]
 
     def run(schedule: Schedule) -> Callable[[], Any]:
+        walk = dispatch.prepare(schedule, dealt)
+
         def step() -> Any:
-            sums, flight = dispatch.run(schedule, dealt, weights, batches, placed.kl_coef)
+            sums, flight = dispatch.run(walk, weights, batches, placed.kl_coef)
             grads = {name: join_params(total[name](part).grads) for name, part in sums.items()}
             flight.wait()
             return grads

@@ -343,30 +343,28 @@ class _Dispatched:
         ]
         minibatch = minibatch._replace(buckets=tuple(each))
         schedule = self._planner.serial(self._train, counts_of(minibatch)).schedule
-        sums, flight = self._start(state, self.prepare(minibatch, schedule), schedule)
+        sums, flight = self._start(state, self.prepare(minibatch, schedule))
         flight.wait()
         self.compiled.precompile(state, sums)
 
     def prepare(self, minibatch: Minibatch, schedule: Schedule) -> Any:
-        del schedule
         counts = counts_of(minibatch)
         dealt = {n: deal_micro_batches(counts, p.replicas) for n, p in self.pipelines}
-        return place_rows(minibatch, self._mesh), dealt
+        return place_rows(minibatch, self._mesh), self._dispatch.prepare(schedule, dealt)
 
     def __call__(
         self, state: TrainState, prepared: Any, schedule: Schedule
     ) -> tuple[TrainState, Metrics, Flight]:
-        sums, flight = self._start(state, prepared, schedule)
+        del schedule
+        sums, flight = self._start(state, prepared)
         state, metrics = self.compiled(state, sums)
         return state, metrics, flight
 
-    def _start(
-        self, state: TrainState, prepared: Any, schedule: Schedule
-    ) -> tuple[Any, DispatchFlight]:
-        minibatch, dealt = prepared
+    def _start(self, state: TrainState, prepared: Any) -> tuple[Any, DispatchFlight]:
+        minibatch, walk = prepared
         weights = {name: split_params(state.params[name]) for name, _ in self.pipelines}
         batches = [bucket.micro_batches for bucket in minibatch.buckets]
-        return self._dispatch.run(schedule, dealt, weights, batches, minibatch.kl_coef)
+        return self._dispatch.run(walk, weights, batches, minibatch.kl_coef)
 
 
 def make_layout(

@@ -49,8 +49,16 @@ class _Code(NamedTuple):
     last: bool
 
 
+class Walk(NamedTuple):
+    """A schedule, and its tasks in the order in which they are dispatched."""
+
+    schedule: Schedule
+    plan: Plan
+    order: list[int]
+
+
 class Dispatch:
-    """`run(schedule, dealt, weights, batches, kl_coef)`: the Sums of `make_pipeline`'s run.
+    """`run(walk, weights, batches, kl_coef)`: the Sums of `make_pipeline`'s run.
 
     Args:
       pipelines: of the models it trains, by name, as `layout.trained_pipelines` gives them.
@@ -79,23 +87,29 @@ class Dispatch:
 
     # ------------------------------------------------------------------ once a step
 
+    def prepare(self, schedule: Schedule, dealt: Mapping[str, np.ndarray]) -> Walk:
+        """What `run` takes of a schedule; pure host work, for while another step is under way.
+
+        dealt: as for `tables.build_tables`. Raises ScheduleError for a schedule that breaks rules.
+        """
+        plan = Plan(schedule.check(), dealt, ticked=False)
+        return Walk(schedule, plan, list(in_order(schedule, plan)))
+
     def run(
         self,
-        schedule: Schedule,
-        dealt: Mapping[str, np.ndarray],
+        walk: Walk,
         weights: Mapping[str, Weights],
         batches: Sequence[Any],
         kl_coef: Array,
     ) -> tuple[dict[str, Sums], DispatchFlight]:
-        """Dispatch every task of `schedule`; the Sums, on their way, and how to wait for them.
+        """Dispatch every task of a schedule; the Sums, on their way, and how to wait for them.
 
-        weights: whole models. dealt: as for `tables.build_tables`. batches: for each bucket leaves
-        `[M, B, ...]`, rows over data on `mesh`. Raises StepError if a device hangs meanwhile.
+        weights: whole models. batches: for each bucket leaves `[M, B, ...]`, rows over data on
+        `mesh`. Raises StepError if a device hangs meanwhile.
         """
-        plan = Plan(schedule.check(), dealt, ticked=False)
-        flight = DispatchFlight(schedule, [], self.timeout_s)
-        step = _Step(self, plan, flight, self._spread(dict(weights)), batches, kl_coef)
-        for task in in_order(schedule, plan):
+        flight = DispatchFlight(walk.schedule, [], self.timeout_s)
+        step = _Step(self, walk.plan, flight, self._spread(dict(weights)), batches, kl_coef)
+        for task in walk.order:
             step.start(task)
         return step.sums(), flight
 

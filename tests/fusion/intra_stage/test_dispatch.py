@@ -44,7 +44,8 @@ class Case:
         batch = place_rows(self.batch._replace(kl_coef=np.float32(kl)), self.mesh)
         weights = {name: split_params(PARAMS[name]) for name in PARAMS}
         micro_batches = [bucket.micro_batches for bucket in batch.buckets]
-        return self.dispatch.run(schedule, self.dealt, weights, micro_batches, batch.kl_coef)
+        walk = self.dispatch.prepare(schedule, self.dealt)
+        return self.dispatch.run(walk, weights, micro_batches, batch.kl_coef)
 
     def __call__(self, schedule):
         sums, flight = self.start(schedule)
