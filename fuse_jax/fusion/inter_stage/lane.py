@@ -85,10 +85,15 @@ class Lane:
         """Chunks launched and not read."""
         return 0 if self._batcher is None else self._batcher.launched
 
+    @property
+    def free_slots(self) -> int:
+        """Slots that hold nothing unfinished."""
+        live = 0 if self._batcher is None else len(self._batcher.live)
+        return self.instance.engine.rollout.slots - live
+
     def wants_more(self) -> bool:
-        """Whether it has a free slot and nothing that waits for one."""
-        batcher = self.batcher
-        return not batcher.waiting and len(batcher.live) < self.instance.engine.rollout.slots
+        """Whether it has a free slot and nothing that waits for one. Touches no device."""
+        return self._batcher is None or (not self._batcher.waiting and self.free_slots > 0)
 
     def chunk_ready(self) -> bool:
         """Whether `collect` would not wait."""

@@ -185,14 +185,26 @@ class Controller:
         return self._poll_rewards() or changed
 
     def _decide(self) -> None:
-        """Dispatch what is due after something has changed."""
+        """Dispatch what is due after something has changed.
+
+        A step that fails gives up its instance, and handing on its samples may end others. So every
+        loop asks who is alive before each step, and what is left goes round again: it may be due on
+        an instance that had its turn.
+        """
+        failed = -1
+        while failed != self.counts.failed:
+            failed = self.counts.failed
+            self._dispatch_due()
+
+    def _dispatch_due(self) -> None:
         self._migrate()
-        for lane in self._alive():
-            if lane.leaving and not lane.in_flight:
+        for lane in self.lanes:
+            if lane.alive and lane.leaving and not lane.in_flight:
                 self._depart(lane)
-        for lane in self._alive():
+        for lane in self.lanes:
             self._launch(lane)
-            self._weights(lane)
+            if lane.alive:
+                self._weights(lane)
         self._offer()
 
     def _alive(self) -> list[Lane]:
@@ -230,7 +242,6 @@ class Controller:
         for sample in finished:
             self._finish(sample, lane)
         self._expect(lane)
-        lane.retire()
 
     def _finish(self, sample: Sample, lane: Lane) -> None:
         """A sample is generated: its columns are due now, and so is its reward."""
@@ -250,16 +261,17 @@ class Controller:
 
     def _launch(self, lane: Lane) -> None:
         """Keep an instance that generates supplied with prompts and chunks."""
-        if self.backlog and not lane.leaving and lane.wants_more():
-            free = self.geometry.slots - len(lane.batcher.live)
-            rows = policy.pull(free, len(self.backlog), self.geometry)
+        if lane.alive and self.backlog and not lane.leaving and lane.wants_more():
+            rows = policy.pull(lane.free_slots, len(self.backlog), self.geometry)
             taken = [self.backlog.popleft() for _ in range(rows)]
             if not self._done(lane, lambda: lane.batcher.submit(taken)):
                 self.backlog.extendleft(reversed(taken))
         while lane.alive and lane.may_launch(len(self.backlog)):
             self._stream(lane)
-            if not self._attempt(lane, lane.batcher.launch):
+            if not lane.alive or not self._attempt(lane, lambda: lane.batcher.launch()):
                 break
+        if not self.backlog:  # else it may be asked again, and would have to make its cache anew
+            lane.retire()
 
     # ------------------------------------------------------------------ migration
 
@@ -324,9 +336,10 @@ class Controller:
     def _offer(self) -> None:
         """Batches to instances that may score, the least supplied first."""
         for depth in range(policy.BATCHES_IN_FLIGHT):
-            for lane in self._alive():
+            for lane in self.lanes:
                 state = (lane.unfinished, self.unfinished, len(self.backlog))
-                if lane.batches != depth or not policy.may_score(self.plan, *state):
+                ready = lane.alive and lane.batches == depth
+                if not ready or not policy.may_score(self.plan, *state):
                     continue
                 picked = self._next_batch(part_filled=depth == 0)
                 if picked is None:
