@@ -1,8 +1,10 @@
 """Generation and scoring of an iteration by the inter-stage controller.
 
 The same samples and scores as the serial path of the same instances, sooner. What it learns about
-lengths and costs on the way decides when things run, never what they give, so it is not saved with
-checkpoints.
+lengths and costs on the way is not saved with checkpoints: it decides when and where things run.
+With `migration=kv` that never shows in what they give. Where samples may be read again (`prefill`,
+`auto`) it does: wall times decide which samples are, and their log-probs then differ within 1e-5
+(rarely a token, where a draw was that close) between repeats of a run and after resume.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ TIMELINE = "inter_stage"  # files of the work directory: the newest plan's first
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan, and the lengths it was made from."""
+    """A plan, the lengths it was made from, and whether those of its prompts were predicted."""
 
     plan: Plan
     history: LengthHistory
+    by_prompt: bool
 
 
 class FusedRollout:
@@ -67,6 +70,12 @@ class FusedRollout:
             run.say(
                 "inter-stage fusion: one instance has no other devices to overlap with: samples "
                 "are handed over, but nothing runs at the same time"
+            )
+        if "prefill" in self.ways:
+            run.say(
+                f"inter-stage fusion: with migration={settings.migration} measured times decide "
+                "which samples are read again: repeats of this run, and a resumed one, may differ "
+                "by 1e-5 in their log-probs; migration=kv keeps every bit"
             )
 
     @property
@@ -140,9 +149,14 @@ class FusedRollout:
     def _plan(
         self, costs: Costs, prompts: Sequence[int], predicted: Sequence[float]
     ) -> tuple[Plan, bool]:
-        """The plan, made anew where lengths have drifted; whether it was."""
+        """The plan, made anew where lengths have drifted, or are predicted now; whether it was."""
         settings, known = self.settings, self._forecast
-        if known is not None and not needs_refresh(known.history, self.history):
+        by_prompt = bool(len(predicted) and self.prompts.ratios)  # what `choose` trusts
+        if (
+            known is not None
+            and known.by_prompt == by_prompt
+            and not needs_refresh(known.history, self.history)
+        ):
             return known.plan, False
         plan = choose(
             settings.policy,
@@ -158,7 +172,7 @@ class FusedRollout:
             way=settings.migration,
         )
         changed = known is None or plan != known.plan
-        self._forecast = Forecast(plan, self.history)
+        self._forecast = Forecast(plan, self.history, by_prompt)
         if changed:
             self.run.say(f"inter-stage plan, {plan.policy}: {plan.why}")
         return plan, changed

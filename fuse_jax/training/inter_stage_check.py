@@ -43,16 +43,18 @@ def check_inter_stage(config: Config, data: int) -> None:
 def _check_plan(config: Config, slots: int) -> None:
     settings = config.fusion.inter_stage
     threshold, keep = settings.threshold, settings.keep
-    if settings.policy != "fixed":
-        for name, value in (("threshold", threshold), ("keep", keep)):
-            if value:
-                raise ConfigError(
-                    f"{KEY}.{name}={value}: is read with {KEY}.policy=fixed only, and the policy "
-                    f"is {settings.policy}: leave it at 0"
-                )
-        return
+    readers = {"threshold": ("fixed", "knee"), "keep": ("fixed",)}
+    for name, policies in readers.items():
+        value = getattr(settings, name)
+        if value and settings.policy not in policies:
+            raise ConfigError(
+                f"{KEY}.{name}={value}: is read with {KEY}.policy={' or '.join(policies)} only, "
+                f"and the policy is {settings.policy}: leave it at 0"
+            )
     if threshold < 0 or keep < 0:
         raise ConfigError(f"{KEY}.threshold={threshold}, keep={keep}: must not be negative")
+    if settings.policy != "fixed":  # knee chooses `keep` itself, as many as it takes
+        return
     if not threshold and keep:
         raise ConfigError(f"{KEY}.keep={keep}: without a threshold nothing moves: give one")
     if threshold and not 1 <= keep < settings.instances:

@@ -9,9 +9,12 @@ import pytest
 
 from fuse_jax.config_read import ConfigError, default_config, read_config
 from fuse_jax.data.order import sample_ids
+from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable
 from fuse_jax.fusion.inter_stage.instances import to_host
+from fuse_jax.fusion.inter_stage.policy import Plan
 from fuse_jax.rollout.warmup import count_compilations
 from fuse_jax.scoring.columns import Model
+from fuse_jax.training import fused_rollout
 from fuse_jax.training.config_check import check_config
 from fuse_jax.training.context import open_run
 from fuse_jax.training.fused_rollout import FusedRollout
@@ -48,7 +51,9 @@ def settings(policy="serial", instances=2, **inter):
     [
         ({"instances": 3}, r"inter_stage.instances=3: does not divide mesh.data=4"),
         ({"instances": 0}, r"inter_stage.instances=0"),
-        ({"threshold": 5}, r"inter_stage.threshold=5: is read with .*policy=fixed only"),
+        ({"threshold": 5}, r"inter_stage.threshold=5: is read with .*policy=fixed or knee only"),
+        ({"policy": "knee", "keep": 1}, r"inter_stage.keep=1: is read with .*policy=fixed only"),
+        ({"policy": "knee", "threshold": -1}, r"inter_stage.threshold=-1"),
         ({"policy": "fixed", "keep": 1}, r"inter_stage.keep=1: without a threshold"),
         (
             {"policy": "fixed", "threshold": 4, "keep": 4},
@@ -73,6 +78,57 @@ def test_shares_of_slots_and_rows_must_be_whole():
     config.rollout.slots = 18
     with pytest.raises(ConfigError, match=r"rollout.slots=18"):
         check_config(read_config(config), device_count=4)
+
+
+def test_the_knee_takes_a_threshold(tmp_path):
+    """From the settings of a run to its plan, without and with lengths seen."""
+    config = settings("knee", instances=4, threshold=3)
+    check_config(read_config(config), device_count=4)
+    run = open_run(read_config(config), tmp_path / "run", resume=False, say=lambda line: None)
+    fused = FusedRollout(run, COLUMNS)
+    costs = Costs(
+        DecodeTable((1,), (16,), ((1.0,),)),
+        dict.fromkeys(fused.instances[0].engine.prompt_buckets, 1.0),
+        {"ref_log_probs": [1.0] * len(fused.geometry.buckets)},
+        move_ms=1.0,
+    )
+    assert fused._plan(costs, [3] * 16, ())[0].threshold == 3
+    fused.history = fused.history.extend([4, 20] * 8)
+    plan, _ = fused._plan(costs, [3] * 16, ())
+    assert (plan.policy, plan.threshold, plan.way) == ("knee", 3, "kv")
+    assert plan.predicted_ms is not None
+
+
+def test_a_plan_is_made_anew_once_lengths_are_predicted(tmp_path, monkeypatch):
+    """Else alike lengths are packed together only if lengths happen to drift."""
+    asked = []
+
+    def choose(*args, predicted, ratios, **options):
+        asked.append((predicted, ratios))
+        return Plan("simulated")
+
+    monkeypatch.setattr(fused_rollout, "choose", choose)
+    run = open_run(
+        read_config(settings("simulated")), tmp_path / "run", resume=False, say=lambda line: None
+    )
+    fused = FusedRollout(run, COLUMNS)
+    prompts, responses = [b"one", b"two"] * 8, [4, 20] * 8
+    for _ in range(4):
+        predicted = fused.prompts.predict(prompts)
+        fused._plan(None, [3] * 16, predicted)
+        fused.prompts.observe(prompts, responses)
+    # Predictions are trusted from the third on: in the second it is seen how far.
+    assert len(asked) == 2
+    assert not asked[0][0] and asked[1][0] and asked[1][1]
+
+
+@pytest.mark.parametrize("way", ["auto", "prefill", "kv"])
+def test_a_run_says_that_its_last_digits_depend_on_wall_times(tmp_path, way):
+    said = []
+    config = read_config(settings("auto", migration=way))
+    FusedRollout(open_run(config, tmp_path / "run", resume=False, say=said.append), COLUMNS)
+    lines = [line for line in said if f"migration={way} measured times" in line]
+    assert len(lines) == (way != "kv")
 
 
 def models_of(run, draw_params):
