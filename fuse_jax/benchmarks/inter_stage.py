@@ -15,8 +15,8 @@ predicted_s      simulated, with these response lengths and measured costs
 scoring_hidden   share of scoring done before the last sample was generated
 migrated         live samples moved
 tokens_equal     tokens, log-probs, values and scores are the serial run's, bit by bit
-scheduler_share  of the wall time, what the controller took for itself: not asleep, dispatching or
-                 reading
+scheduler_share  of the wall time, what the controller took for itself: all but asleep, and in calls
+                 that dispatch to devices or read from them
 
 The serial baseline has the same instances, slots and micro-batches, and scores on all devices.
 """

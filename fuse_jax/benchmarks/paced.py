@@ -131,10 +131,8 @@ class PacedEngine(Engine):
 
     def place(self, rows: Rows) -> Rows:
         rows = super().place(rows)
-        late, self.clock.token = _after(
-            np.float32(self.pace.move), rows.last_tokens, self.clock.token
-        )
-        return rows._replace(last_tokens=late)
+        late, self.clock.token = _after(np.float32(self.pace.move), rows, self.clock.token)
+        return late
 
 
 class PacedScorer(Scorer):

@@ -123,6 +123,15 @@ class _Launch:
     entered: list[tuple[Progress, Draw, int]]
 
 
+# Turns arrays on devices into numpy ones, waiting where it must.
+Read = Callable[[Any], Any]
+
+
+def _to_host(tree: Any) -> Any:
+    """`tree` as numpy arrays."""
+    return jax.tree.map(np.asarray, tree)
+
+
 # Told of every dispatch: "prefill", "resume" (a prefill of samples that moved here) or "decode", an
 # array that is ready when the device is done with it, and the rows that are real.
 Watch = Callable[[str, jax.Array, int], None]
@@ -136,10 +145,16 @@ class Batcher:
     """
 
     def __init__(
-        self, engine: Engine, params: Params, seed_key: Any, watch: Watch | None = None
+        self,
+        engine: Engine,
+        params: Params,
+        seed_key: Any,
+        watch: Watch | None = None,
+        read: Read = _to_host,
     ) -> None:
         self.engine, self.seed_key = engine, seed_key
         self._watch = watch or (lambda kind, array, rows: None)
+        self._read = read
         self.params = engine.place_params(params)
         self.queue: deque[Progress] = deque()
         self.stats = RolloutStats()
@@ -210,8 +225,8 @@ class Batcher:
         """Read the oldest launched chunk; returns the samples it finished, by slot."""
         launch = self._launched.popleft()
         for progress, draw, row in launch.entered:
-            _record(progress, draw, slice(row, row + 1))
-        chunk: Chunk = jax.tree.map(np.asarray, launch.chunk)
+            _record(progress, self._read(draw), slice(row, row + 1))
+        chunk: Chunk = self._read(launch.chunk)
         finished = []
         for slot, owner in enumerate(launch.owners):
             if owner is None or self._slots[slot] is not owner:
@@ -271,18 +286,20 @@ class Batcher:
         rows = self.engine.extract(self.state, self._slot_index(slots))
         return rows, self.take_out(slots)
 
-    def attach(self, rows: Rows, moved: Sequence[Progress]) -> list[int]:
-        """Put what `detach` took out of another batcher into free slots; returns the slots.
+    def attach(self, rows: Rows, moved: Sequence[Progress]) -> Rows:
+        """Put what `detach` took out of another batcher into free slots.
 
-        `rows` are moved to this engine's devices. Raises ValueError if there are too few slots.
+        `rows` are moved to this engine's devices, and returned as they are there (when they are
+        ready, they have arrived). Raises ValueError if there are too few slots.
         """
         free = [slot for slot, owner in enumerate(self._slots) if owner is None][: len(moved)]
         if len(free) < len(moved):
             raise ValueError(f"{len(moved)} live samples do not fit {len(free)} free slots")
-        self.state = self.engine.insert(self.state, self.engine.place(rows), self._slot_index(free))
+        placed = self.engine.place(rows)
+        self.state = self.engine.insert(self.state, placed, self._slot_index(free))
         for slot, owner in zip(free, moved, strict=True):
             self._slots[slot] = owner
-        return free
+        return placed
 
     # ------------------------------------------------------------------ inside
 

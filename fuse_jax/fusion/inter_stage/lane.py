@@ -12,17 +12,29 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fuse_jax.fusion.inter_stage.instances import Instance
+from fuse_jax.fusion.inter_stage.instances import Instance, to_host
 from fuse_jax.fusion.inter_stage.policy import (
     CHUNKS_IN_FLIGHT,
     InstanceView,
     Unfinished,
 )
+from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch, Timed
 from fuse_jax.fusion.inter_stage.timeline import Timeline
 from fuse_jax.rollout.batcher import Batcher, Progress, RolloutStats
 from fuse_jax.samples import Sample
-from fuse_jax.scoring.columns import Model, Role
+from fuse_jax.scoring.columns import Model, Role, Scored
 from fuse_jax.scoring.scorer import Pending
+
+ENGINE_CALLS = (
+    "place_params",
+    "init_decode_state",
+    "prefill",
+    "insert",
+    "generate",
+    "extract",
+    "release",
+    "place",
+)  # those that may wait for devices
 
 
 class Unit(NamedTuple):
@@ -35,7 +47,10 @@ class Unit(NamedTuple):
 
 
 class Lane:
-    """See the module. `models` may be anywhere; they are brought in when asked for."""
+    """See the module. `models` may be anywhere; they are brought in when asked for.
+
+    `away` runs while a call dispatches to devices or reads from them.
+    """
 
     def __init__(
         self,
@@ -43,11 +58,12 @@ class Lane:
         models: Mapping[Role, Model],
         seed_key: Any,
         timeline: Timeline,
+        away: Stopwatch,
     ) -> None:
         self.instance, self.index = instance, instance.index
         self.alive = True
         self.leaving = False  # its samples move away: nothing more is launched
-        self.timeline = timeline
+        self.timeline, self._away = timeline, away
         self.stats = RolloutStats()
         self._models, self._seed_key = models, seed_key
         self._weights: dict[Role, Model] | None = None
@@ -58,15 +74,16 @@ class Lane:
 
     @cached_property
     def _actor(self) -> Any:
-        return self.instance.on_mesh("actor", self._models["actor"]).params
+        with self._away:
+            return self.instance.on_mesh("actor", self._models["actor"]).params
 
     @property
     def batcher(self) -> Batcher:
         """Made when first needed; its cache memory is free while there is nothing to generate."""
         if self._batcher is None:
-            self._batcher = Batcher(
-                self.instance.engine, self._actor, self._seed_key, watch=self._watch
-            )
+            engine: Any = Timed(self.instance.engine, ENGINE_CALLS, self._away)
+            read = self._away.timed(to_host)
+            self._batcher = Batcher(engine, self._actor, self._seed_key, self._watch, read)
             self._batcher.stats = self.stats
         return self._batcher
 
@@ -135,7 +152,8 @@ class Lane:
 
     def bring_weights(self) -> None:
         """Start bringing in what scoring reads."""
-        self._weights = self.instance.scoring_models(self._models)
+        with self._away:
+            self._weights = self.instance.scoring_models(self._models)
         last = [jax.tree.leaves(model.params)[-1] for model in self._weights.values()]
         self.timeline.dispatched(self.index, "weights", last[-1], len(last))
 
@@ -150,7 +168,8 @@ class Lane:
         assert self._weights is not None
         scorer = self.instance.scorer
         batch = scorer.batch(unit.bucket, samples)
-        pending = scorer.dispatch(unit.column, batch, self._weights)
+        with self._away:
+            pending = scorer.dispatch(unit.column, batch, self._weights)
         self._units[-1] = unit._replace(pending=pending)
         ids = tuple(sample.sample_id for sample in samples)
         self.timeline.dispatched(
@@ -166,6 +185,16 @@ class Lane:
         """Whether reading it would not wait."""
         pending = self._units[0].pending if self._units else None
         return pending is not None and pending.is_ready()
+
+    def read_oldest(self) -> list[Scored]:
+        """What the oldest scoring batch says of its samples."""
+        unit = self.oldest_unit
+        assert unit.pending is not None
+        with self._away:
+            arrays = to_host(unit.pending.arrays)
+        found = [Scored() for _ in unit.samples]
+        unit.pending._replace(arrays=arrays).write(found)
+        return found
 
     def scored(self) -> None:
         """The oldest scoring batch has been read."""

@@ -32,8 +32,8 @@ def give(target: Lane, move: Move, rows: object, samples: list[Progress]) -> Non
     if rows is None:
         batcher.resume(samples)
         return
-    placed = batcher.engine.place(rows)  # type: ignore[arg-type]
-    batcher.attach(placed, samples)
+    placed = batcher.attach(rows, samples)  # type: ignore[arg-type]
+    # The caches are nearly all there is to send: small arrays may be there long before.
     target.timeline.dispatched(
-        target.index, "move", placed.done, len(samples), "kv", tuple(move.sample_ids)
+        target.index, "move", placed.values, len(samples), "kv", tuple(move.sample_ids)
     )

@@ -25,6 +25,7 @@ from fuse_jax.fusion.inter_stage.lane import Lane, Unit
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.policy import Plan
 from fuse_jax.fusion.inter_stage.readiness import Readiness
+from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch
 from fuse_jax.fusion.inter_stage.timeline import Timeline
 from fuse_jax.rollout.batcher import Progress, Request, RolloutStats, check_request
 from fuse_jax.samples import Sample
@@ -44,7 +45,8 @@ class Counts:
 
     `migrated` live samples moved; `rerun` samples started again after their instance failed;
     `failed` instances given up; `batches` scoring batches, with `padding_rows` in all;
-    `scheduler_s` seconds the controller took for itself: not asleep, dispatching or reading.
+    `scheduler_s` seconds the controller took for itself: all but those asleep, and in calls that
+    dispatch to devices or read from them.
     """
 
     migrated: int = 0
@@ -115,7 +117,9 @@ class Controller:
         for request in requests:  # here, where it is the caller's error and no instance's
             check_request(instances[0].engine, request)
         self.timeline = Timeline(len(instances))
-        self.lanes = [Lane(one, job.models, job.seed_key, self.timeline) for one in instances]
+        self.away = Stopwatch()
+        shared = (job.models, job.seed_key, self.timeline, self.away)
+        self.lanes = [Lane(one, *shared) for one in instances]
         buckets = len(self.geometry.buckets)
         self.table = Readiness(len(requests), self.geometry.columns, buckets)
         self.samples: list[Sample | None] = [None] * len(requests)
@@ -129,13 +133,12 @@ class Controller:
         self.ends = [0.0] * len(instances)  # for streaming: expected ms of each instance's end
         self.late = [0.0] * len(instances)  # and its samples expected to outlast all instances
         self._cause: Exception | None = None
-        self._handed_s = 0.0
 
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> Outcome:
         """Until every sample has every column, and its reward where a function gives it."""
-        began, slept = time.perf_counter(), 0.0
+        began = time.perf_counter()
         self._assign()
         self._decide()
         idle = 0
@@ -146,12 +149,11 @@ class Controller:
             else:
                 if idle == len(POLL_SECONDS):
                     self._check_going_on()
-                asleep = time.perf_counter()
-                time.sleep(POLL_SECONDS[min(idle, len(POLL_SECONDS) - 1)])
-                slept += time.perf_counter() - asleep
+                with self.away:
+                    time.sleep(POLL_SECONDS[min(idle, len(POLL_SECONDS) - 1)])
                 idle += 1
         total = self.timeline.now()
-        self.counts.scheduler_s = time.perf_counter() - began - slept - self._handed_s
+        self.counts.scheduler_s = time.perf_counter() - began - self.away.seconds
         self.timeline.wait()
         samples = [sample for sample in self.samples if sample is not None]
         return Outcome(
@@ -254,9 +256,7 @@ class Controller:
         if self.job.text_rewards is None:
             self.unasked.clear()
         elif self.plan.handoff or not self.unfinished:
-            began = time.perf_counter()
             self.job.text_rewards.submit(self.unasked)
-            self._handed_s += time.perf_counter() - began
             self.unasked.clear()
 
     def _launch(self, lane: Lane) -> None:
@@ -372,10 +372,8 @@ class Controller:
 
     def _read_score(self, lane: Lane) -> None:
         unit = lane.oldest_unit
-        assert unit.pending is not None
-        write = unit.pending.write
-        found = [Scored() for _ in unit.samples]  # not the real ones: reading may fail half-way
-        if not self._done(lane, lambda: write(found)):
+        found = self._attempt(lane, lane.read_oldest)
+        if found is None:
             return
         for position, one in zip(unit.samples, found, strict=True):
             for name, value in vars(one).items():
@@ -412,14 +410,11 @@ class Controller:
 
     def _attempt(self, lane: Lane, step: Callable[[], T]) -> T | None:
         """`step()` of `lane`; if it raises, the instance is given up and the result is None."""
-        began = time.perf_counter()
         try:
             return step()
         except Exception as error:  # what a broken device raises is of no one kind
             self._give_up(lane, error)
             return None
-        finally:
-            self._handed_s += time.perf_counter() - began
 
     def _done(self, lane: Lane, step: Callable[[], None]) -> bool:
         """`_attempt` of a step without a result: whether it worked."""

@@ -1,0 +1,106 @@
+"""What is shown of time: the controller's own, and that of samples on the move."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from fuse_jax.benchmarks import paced
+from fuse_jax.fusion.inter_stage import migration, runtime
+from fuse_jax.fusion.inter_stage.lane import Lane
+from fuse_jax.fusion.inter_stage.policy import Move, Plan
+from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch
+from fuse_jax.fusion.inter_stage.timeline import Timeline
+from fuse_jax.rollout.engine import Engine
+from fuse_jax.scoring.scorer import Scorer
+
+HANDOFF = Plan("handoff")
+NOWHERE = np.array([4, 4], np.int32)  # beyond the last slot
+
+
+@pytest.fixture
+def slowed(monkeypatch):
+    """Makes a method sleep first; returns a list as long as its calls."""
+
+    def slow(owner, name, seconds):
+        calls, real = [], getattr(owner, name)
+
+        def slept(*args, **options):
+            calls.append(1)
+            time.sleep(seconds)
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, slept)
+        return calls
+
+    return slow
+
+
+def test_host_work_around_a_dispatch_is_the_controllers_own(world, slowed):
+    calls = slowed(Scorer, "batch", 0.02)
+    outcome = runtime.run(world.instances, world.job(world.requests(16), HANDOFF))
+    assert outcome.counts.scheduler_s >= 0.02 * len(calls)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Engine, "generate"), (Scorer, "dispatch")])
+def test_dispatching_is_not(world, slowed, owner, name):
+    calls = slowed(owner, name, 0.05)
+    outcome = runtime.run(world.instances, world.job(world.requests(16), HANDOFF))
+    assert outcome.counts.scheduler_s <= outcome.total_ms / 1e3 - 0.05 * len(calls) + 0.01
+
+
+def test_giving_up_within_a_step_is_the_controllers_own(world, slowed, monkeypatch):
+    calls, real = slowed(runtime.Controller, "_restart", 0.1), Engine.generate
+
+    def generate(self, params, state, seed_key):
+        if self.mesh.devices.flat[0].id == 0:
+            raise RuntimeError("gone")
+        return real(self, params, state, seed_key)
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    outcome = runtime.run(world.instances, world.job(world.requests(8), HANDOFF))
+    assert outcome.counts.failed == 1 and calls
+    assert 0.1 * len(calls) <= outcome.counts.scheduler_s <= outcome.total_ms / 1e3 + 0.1
+
+
+def test_one_watch_within_another_counts_once():
+    watch = Stopwatch()
+    began = time.perf_counter()
+    with watch, watch:
+        time.sleep(0.02)
+    assert 0.02 <= watch.seconds <= time.perf_counter() - began
+
+
+def test_a_paced_move_takes_its_time_once_and_shows_it(world, monkeypatch):
+    ms = 300.0
+    lanes = []
+    timeline = Timeline(2)
+    for index in range(2):
+        instance = world.instances[index]
+        fields = {f.name: getattr(instance.engine, f.name) for f in dataclasses.fields(Engine)}
+        clock = paced.Clock(instance.engine.mesh.devices.flat[0])
+        pace = paced.NO_PACE._replace(move=ms)
+        engine = paced.PacedEngine(**fields, pace=pace, lengths=(32,) * 4, clock=clock)
+        instance = dataclasses.replace(instance, engine=engine)
+        lanes.append(Lane(instance, world.models, world.seed_key, timeline, Stopwatch()))
+    source, target = lanes
+    source.batcher.submit(world.requests(2))
+    source.batcher.launch()
+    source.collect()
+    rows = source.batcher.engine.extract(source.batcher.state, NOWHERE)
+    jax.block_until_ready(target.batcher.engine.place(rows))  # compiles
+
+    sleeps = []
+    real = paced._after
+    monkeypatch.setattr(paced, "_after", lambda *args: sleeps.append(args[0]) or real(*args))
+    move = Move(0, 1, (0, 1), "kv", 0.0)
+    rows, samples = migration.take(source, move)
+    migration.give(target, move, rows, samples)
+    timeline.wait()
+    assert [float(one) for one in sleeps] == [ms]
+    span = next(span for span in timeline.spans if span.kind == "move")
+    assert span.end - span.start >= ms / 3  # what is left of it after the dispatch
