@@ -18,7 +18,7 @@ from fuse_jax.placement.mesh import make_mesh
 from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Model
 from fuse_jax.training import models
-from fuse_jax.training.config_check import check_reward, check_settings
+from fuse_jax.training.config_check import check_reward, check_settings, count_devices
 from fuse_jax.training.context import (
     Run,
     architectures,

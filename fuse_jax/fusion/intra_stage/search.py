@@ -134,10 +134,12 @@ class Walk:
         self.mean = max(1.0, float(self.graph.duration.mean()))
         self.turn = 0
         self.slice = float(_FIRST_SLICE)
-        self.looser = [
-            Walk(finder, int(cap * share), finder.makespan(int(cap * share)).makespan, seed, False)
-            for share in (_LOOSE_CAPS if squeezes and cap > 0 else ())
-        ]
+        self.looser: list[Walk] = []
+        if squeezes and cap > 0:
+            # The last without a cap: where a micro-batch fills it, a little more room is none.
+            for loose in (*(int(cap * share) for share in _LOOSE_CAPS), NO_CAP):
+                bound = finder.makespan(None if loose < 0 else loose).makespan
+                self.looser.append(Walk(finder, loose, bound, seed, squeezes=False))
 
     def _timing(self, order: np.ndarray) -> Timing:
         timing = time_order(self.graph, order)
