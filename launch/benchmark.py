@@ -1,6 +1,8 @@
 """Measure: one JSON line a case on standard output.
 
-python launch/benchmark.py rollout|ppo_step|schedule|pipeline|inter_stage [options; --help lists them]
+    python launch/benchmark.py rollout|ppo_step|schedule|pipeline|inter_stage [options]
+
+`--help` after the name lists the options.
 """
 
 import importlib

@@ -78,7 +78,7 @@ def ragged(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
 
 
 def trained_tokens(batch: ScoredBatch, xp: Any = np) -> Any:
-    """Bool `[N, R]`: response tokens of the samples that were not excluded; `xp` is numpy or jnp."""
+    """Bool `[N, R]`: response tokens of samples that were not excluded; `xp` is numpy or jnp."""
     inside = xp.arange(batch.log_probs.shape[1]) < batch.response_lengths[:, None]
     return inside & batch.valid[:, None]
 

@@ -11,7 +11,7 @@ from fuse_jax.models.transformer import init
 from fuse_jax.samples import SequenceBatch
 from fuse_jax.scoring.passes import log_prob_pass, value_pass
 
-ARCH = Architecture("qwen2", 37, 16, 24, 2, 4, 2, 8, attention_bias=True)
+ARCH = Architecture("qwen2", 37, 16, 24, 1, 4, 2, 8, attention_bias=True)
 
 
 def batch():

@@ -73,7 +73,14 @@ def ranking(mesh, monkeypatch):
     return step_flops(reward_model, make, "reward_model", "scalar", batch, mesh, monkeypatch)
 
 
-@pytest.mark.parametrize("work", [scoring, supervised, ranking])
+@pytest.mark.parametrize(
+    "work",
+    [
+        supervised,
+        pytest.param(scoring, marks=pytest.mark.slow),
+        pytest.param(ranking, marks=pytest.mark.slow),
+    ],
+)
 def test_eight_devices_do_an_eighth_each(work, monkeypatch):
     whole = work(single_device_mesh(), monkeypatch)
     each = work(make_mesh(MeshConfig(1, 8, 1)), monkeypatch)
