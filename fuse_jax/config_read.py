@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
@@ -105,3 +108,29 @@ def _tuple(kind: type, item: Any, key: str) -> tuple:
         raise ConfigError(
             f"{key}={item!r}: expected {kind.__name__} values separated by commas"
         ) from error
+
+
+def refused_flags(argv: Sequence[str], error: Exception) -> str:
+    """One line for what the flags' parser raised: the argument at fault, and what is wrong."""
+    reason = " ".join(str(error).replace("\\n", " ").split())
+    if isinstance(error, (AttributeError, KeyError)):
+        wrong = re.findall(r"\w+", reason)[:1]
+        given = [arg for arg in argv if arg.startswith("--config.")]
+        at_fault = [arg for arg in given if set(wrong) & set(re.split(r"[.=]", arg))]
+        named = (at_fault or given or [""])[0]
+        return f"{named}: no such setting ({reason}): the keys are those of fuse_jax/config.py"
+    return reason
+
+
+def check_recipe(argv: Sequence[str]) -> None:
+    """Refuse a recipe that is no file, before the flags' parser hides that in a traceback."""
+    pairs = zip(argv, [*argv[1:], ""])
+    recipes = [
+        b if a in ("--config", "-config") else a.partition("=")[2]
+        for a, b in pairs
+        if re.fullmatch(r"--?config(=.*)?", a)
+    ]
+    for recipe in recipes:
+        path = recipe.partition(":")[0]  # what follows is an argument of its get_config
+        if not Path(path).is_file():
+            raise ConfigError(f"--config={recipe}: no such file: name a recipe, as in configs/")

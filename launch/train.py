@@ -16,6 +16,17 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Directory for checkpoints, logs 
 RESUME = flags.DEFINE_bool("resume", False, "Go on with the run in --workdir.")
 
 
+def parse(argv: list[str]) -> list[str]:
+    """Flags, with one line where absl or the recipe would give a traceback."""
+    from fuse_jax.config_read import check_recipe, refused_flags
+
+    try:
+        check_recipe(argv)
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        sys.exit(f"error: {refused_flags(argv, error)}")
+
+
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"not understood: {argv[1:]}")
@@ -31,4 +42,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    app.run(main, flags_parser=parse)

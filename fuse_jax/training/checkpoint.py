@@ -69,6 +69,12 @@ class Checkpoints:
                 f"{self.directory}/{step}: does not fit this run ({reason}); it was written with "
                 "another model, optimiser or version: use a new --workdir"
             ) from error
+        except Exception as error:  # orbax raises no kind of its own for what it cannot read
+            others = [found for found in self._manager.all_steps() if found != step]
+            raise CheckpointError(
+                f"{self.directory}/{step}: damaged ({str(error)[:200]}): delete that directory"
+                + (f" and resume from save {max(others)}" if others else ": no other save is left")
+            ) from error
         return step, restored["arrays"], restored["host"]
 
     def wait(self) -> None:

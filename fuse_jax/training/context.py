@@ -206,7 +206,7 @@ def check_claim(config: Config, workdir: Path, *, resume: bool) -> None:
                 f"--workdir={workdir}: holds a run already: add --resume to go on with it, or name "
                 "another directory"
             )
-        before = json.loads(path.read_text())
+        before = read_settings(path)
         for key in sorted(before.keys() | settings.keys()):
             old, new = before.get(key), settings.get(key)
             if old != new and key not in MAY_CHANGE:
@@ -231,7 +231,17 @@ def read_run_config(workdir: Path) -> Config:
     path = workdir / CLAIM
     if not path.is_file():
         raise ConfigError(f"--workdir={workdir}: {path.name} is missing: name a run's directory")
-    return read_config(unflatten(json.loads(path.read_text())))
+    return read_config(unflatten(read_settings(path)))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The flat settings in a run's config.json. Raises ConfigError for one that is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: unreadable ({error}): put it back from a copy, or use a new --workdir"
+        ) from error
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

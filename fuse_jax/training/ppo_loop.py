@@ -199,7 +199,7 @@ def _summary(collected: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _watch(run: Run, state: PPOState, values: dict[str, float]) -> None:
-    """Stop on a KL blow-up; give up where gradients keep being non-finite."""
+    """Stop on a KL blow-up; give up where gradients are not finite, or no sample has a score."""
     config = run.config.ppo
     limit = config.kl.stop_above
     if limit and not values["kl"] <= limit:
@@ -209,6 +209,12 @@ def _watch(run: Run, state: PPOState, values: dict[str, float]) -> None:
         )
         run.say(f"ppo: stopped: {state.progress.stopped}")
     check_skipped(state.train, config.max_skipped_updates)
+    if values["excluded"] >= config.prompts_per_iteration:
+        raise RuntimeError(
+            f"iteration {state.progress.iteration - 1}: every sample was excluded, so there is "
+            "nothing to learn from: mend the reward (samples.jsonl and the messages above say what "
+            "it did), then --resume"
+        )
 
 
 def _evaluate(run: Run, parts: PPOParts, state: PPOState, best: Checkpoints) -> None:

@@ -1,6 +1,8 @@
 """The whole loop on a tiny run: files it leaves, lr = 0, control, resume, kill -9, compilation."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from fuse_jax.config_read import ConfigError, default_config
+from fuse_jax.training.checkpoint import CheckpointError
 from fuse_jax.training.metrics import read_lines
 from fuse_jax.training.run import report_text, train
 
@@ -295,6 +298,34 @@ def test_a_reward_function_that_cannot_run_is_refused_at_start(tmp_path, setting
     with pytest.raises(ConfigError, match=key):
         train(config, tmp_path / "run", reward_function=function)
     assert not (tmp_path / "run").exists()
+
+
+def broken_reward(prompt: str, response: str, meta: dict) -> float:
+    """Never works."""
+    raise RuntimeError("boom")
+
+
+@pytest.mark.filterwarnings("ignore:the reward function runs in this process")
+def test_a_run_whose_every_sample_is_excluded_is_given_up(tmp_path):
+    config = tiny()
+    config.stages = "sft,ppo"
+    config.reward.source, config.critic.init = "function", "actor"
+    with pytest.raises(RuntimeError, match="every sample was excluded"):
+        train(config, tmp_path, reward_function=broken_reward)
+    assert [row["excluded"] for row in numbers(tmp_path) if row["stage"] == "ppo"] == [16.0]
+
+
+def test_damaged_files_of_a_run_are_refused_by_name(tmp_path, undisturbed):
+    workdir = tmp_path / "run"
+    shutil.copytree(undisturbed[0], workdir)
+    newest = workdir / "checkpoints" / "ppo" / "4"
+    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(largest, 100)
+    with pytest.raises(CheckpointError, match=r"ppo/4: damaged .* resume from save 3"):
+        train(tiny(), workdir, resume=True)
+    (workdir / "config.json").write_text('{"seed": ')
+    with pytest.raises(ConfigError, match=r"config.json: unreadable"):
+        train(tiny(), workdir, resume=True)
 
 
 def test_shuffled_control_keeps_the_scores_and_moves_them(tmp_path, undisturbed):
