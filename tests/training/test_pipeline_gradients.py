@@ -56,10 +56,15 @@ def test_data_and_tensor_inside_a_stage_of_one_model(three_axes):
     check(three_axes, toy.parameters(three_axes.hp), "serial")
 
 
-def test_nothing_in_a_task_waits_for_devices_in_other_tasks(three_axes):
+@pytest.fixture(scope="module")
+def program(three_axes):
+    """Its text."""
     shapes = jax.eval_shape(lambda: toy.parameters(three_axes.hp))
-    text = three_axes.function.lower(shapes, three_axes.planned("serial")).compile().as_text()
-    found = collectives(text)
+    return three_axes.function.lower(shapes, three_axes.planned("serial")).compile().as_text()
+
+
+def test_nothing_in_a_task_waits_for_devices_in_other_tasks(program):
+    found = by_depth(program, COLLECTIVE)
     # One permute each way a step, and none deeper: a task that entered one alone would hang.
     assert found["collective-permute", 1] == 2
     assert not any(name == "collective-permute" and depth > 1 for name, depth in found)
@@ -68,8 +73,23 @@ def test_nothing_in_a_task_waits_for_devices_in_other_tasks(three_axes):
     assert inside == {"all-reduce"}
 
 
-def collectives(text):
-    """How often each collective stands in a program, by (name, depth of loops and branches)."""
+def test_a_device_computes_nothing_that_is_not_its_own(program, three_axes):
+    """XLA moves what no turn changes out of loops, of those too that have no turn."""
+    found = by_depth(program, MATRIX_PRODUCT)
+    assert min(depth for _, depth in found) == 2  # steps, tasks
+    words = str(three_axes.hp.actor.vocab_size)
+    of_head = {depth for sizes, depth in found if words in sizes.split(",")}
+    assert of_head == {3}  # and the last stage
+
+
+COLLECTIVE = re.compile(
+    r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+)
+MATRIX_PRODUCT = re.compile(r"= \w+\[([\d,]*)\]\S* dot\(")
+
+
+def by_depth(text, pattern):
+    """How often a pattern's group stands in a program, by (group, depth of loops and branches)."""
     bodies, name = {}, ""
     for line in text.splitlines():
         start = re.match(r"^(ENTRY )?%?([\w.\-]+) .*\{$", line)
@@ -77,10 +97,6 @@ def collectives(text):
             name = "ENTRY" if start[1] else start[2]
         bodies.setdefault(name, []).append(line)
     found = {}
-
-    pattern = re.compile(
-        r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\("
-    )
     nested = re.compile(r"(?:body|true_computation|false_computation)=%?([\w.\-]+)")
     inline = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 

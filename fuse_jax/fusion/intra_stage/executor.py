@@ -129,8 +129,8 @@ class _Device:
             row = Row(*(entries[i] for i in range(len(Row._fields))))
             sent = self.transport.nothing(self.room, self._dtype)
             for number, branch in enumerate(self.layout.branches, start=1):
-                task = partial(self._task, branch, row)
-                state, sent = when(row.branch == number, task, state, sent)
+                task = partial(self._task, branch)
+                state, sent = when(row.branch == number, task, state, sent, given=(row,))
             return self._deliver(state, row, self.transport.exchange(row, sent))
 
         state = lax.fori_loop(0, steps, step, self._start())
@@ -166,7 +166,7 @@ class _Device:
     def _dtype(self) -> Any:
         return self.stages[self.layout.models[0]].dtype
 
-    def _task(self, branch: Branch, row: Row, state: _State, sent: Any) -> tuple[_State, Any]:
+    def _task(self, branch: Branch, state: _State, sent: Any, row: Row) -> tuple[_State, Any]:
         """One task of one kind on one shape of micro-batch: receive, compute, send."""
         del sent  # of the task that this device does not have in this step
         name, kind, bucket = branch

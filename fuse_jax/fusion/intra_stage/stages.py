@@ -126,14 +126,16 @@ def make_stages(
         y, pull = jax.vjp(run, weights.blocks, entry(weights, x, batch, first))
         (blocks, ends), metrics = sums
 
-        def loss_part(ends: Any, metrics: Metrics, dy: Array) -> tuple[Any, Metrics, Array]:
+        def loss_part(
+            ends: Any, metrics: Metrics, dy: Array, y: Array
+        ) -> tuple[Any, Metrics, Array]:
             head = head_of(weights.ends)
             gradient = jax.grad(total, argnums=(0, 1), has_aux=True)
             (by_head, dy), parts = gradient(head, y, batch, kl_coef)
             added = _add({name: ends[name] for name in by_head}, by_head)
             return {**ends, **added}, combine_metrics(metrics, parts), dy
 
-        ends, metrics, dy = when(last, loss_part, ends, metrics, dy)
+        ends, metrics, dy = when(last, loss_part, ends, metrics, dy, given=(y,))
         by_blocks, dx = pull(dy)
 
         def embedding_part(ends: Any) -> tuple[Any]:
