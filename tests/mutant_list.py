@@ -622,8 +622,8 @@ INTER_STAGE = [
     Mutant(
         "scores are written to the samples of another batch",
         "fuse_jax/fusion/inter_stage/runtime.py",
-        "zip(unit.samples, found, strict=True)",
-        "zip(unit.samples, reversed(found), strict=True)",
+        "for position in unit.samples]",
+        "for position in reversed(unit.samples)]",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_every_plan_gives_the_serial_bits[handoff]",
         ),
@@ -631,8 +631,8 @@ INTER_STAGE = [
     Mutant(
         "work starts before the device is free",
         "fuse_jax/fusion/inter_stage/timeline.py",
-        "start = max(entry.dispatched, self._free_at[instance])",
-        "start = entry.dispatched",
+        "self._end(work, max(work.dispatched, self._free_at[instance]))",
+        "self._end(work, work.dispatched)",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_the_timeline_holds_every_kind_of_work_without_overlap",
         ),

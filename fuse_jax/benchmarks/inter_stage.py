@@ -15,8 +15,10 @@ predicted_s      simulated, with these response lengths and measured costs
 scoring_hidden   share of scoring done before the last sample was generated
 migrated         live samples moved
 tokens_equal     tokens, log-probs, values and scores are the serial run's, bit by bit
-scheduler_share  of the wall time, what the controller took for itself: all but asleep, and in calls
-                 that dispatch to devices or read from them
+scheduler_share  of the wall time, what the controller took for itself: looking whether devices are
+                 done, deciding, laying out batches, keeping samples, counts and the timeline
+dispatch_share   of the wall time, what it spent in calls of JAX that start programs, send arrays,
+                 or read them, whatever that takes inside; what is left of the wall time it slept
 
 The serial baseline has the same instances, slots and micro-batches, and scores on all devices.
 """
@@ -244,6 +246,7 @@ def line(case: str, setting: Setting, plan: Plan, outcome: Outcome, serial: Outc
         "migrated": outcome.counts.migrated,
         "tokens_equal": equal(outcome, serial),
         "scheduler_share": round(outcome.counts.scheduler_s / wall, 4),
+        "dispatch_share": round(outcome.counts.dispatch_s / wall, 4),
     }
 
 

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,6 +54,8 @@ class Progress:
 
     def as_prompt(self) -> Request:
         """The request with the response so far at the end of its prompt."""
+        if not self.tokens:
+            return self.request
         tokens = np.array(self.tokens, np.int32)
         return replace(
             self.request, prompt_tokens=np.concatenate([self.request.prompt_tokens, tokens])
@@ -123,12 +125,14 @@ class _Launch:
     entered: list[tuple[Progress, Draw, int]]
 
 
-# Turns arrays on devices into numpy ones, waiting where it must.
-Read = Callable[[Any], Any]
+def start_copies(tree: Any) -> None:
+    """Have the arrays of `tree` sent to the host as soon as they are there."""
+    for array in jax.tree.leaves(tree):
+        array.copy_to_host_async()
 
 
 def _to_host(tree: Any) -> Any:
-    """`tree` as numpy arrays."""
+    """`tree` as numpy arrays, waiting where it must."""
     return jax.tree.map(np.asarray, tree)
 
 
@@ -150,11 +154,12 @@ class Batcher:
         params: Params,
         seed_key: Any,
         watch: Watch | None = None,
-        read: Read = _to_host,
+        start: Callable[[Any], None] = start_copies,
+        read: Callable[[Any], Any] = _to_host,
     ) -> None:
         self.engine, self.seed_key = engine, seed_key
         self._watch = watch or (lambda kind, array, rows: None)
-        self._read = read
+        self._start, self._read = start, read
         self.params = engine.place_params(params)
         self.queue: deque[Progress] = deque()
         self.stats = RolloutStats()
@@ -170,6 +175,8 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """Requests that have no slot yet."""
+        if not self._groups:  # asked often
+            return len(self.queue)
         return len(self.queue) + sum(len(g.members) - g.taken for g in self._groups)
 
     @property
@@ -186,7 +193,7 @@ class Batcher:
     @property
     def unfinished(self) -> int:
         """Requests that have not come out of `collect` yet."""
-        return self.waiting + len(list(filter(None, self._slots)))  # asked often
+        return self.waiting + len(self._slots) - self._slots.count(None)
 
     @property
     def launched(self) -> int:
@@ -209,13 +216,14 @@ class Batcher:
         """Fill free slots and dispatch a chunk; False if no slot is occupied."""
         if self._started is None:
             self._started = time.perf_counter()
-        self._fill()
-        if not self.live:
+        if self.waiting:
+            self._fill()
+        live = len(self._slots) - self._slots.count(None)
+        if not live:
             return False
         self.state, chunk = self.engine.generate(self.params, self.state, self.seed_key)
-        for array in jax.tree.leaves(chunk):
-            array.copy_to_host_async()
-        self._watch("decode", chunk.done, len(self.live))
+        self._start(chunk)
+        self._watch("decode", chunk.done, live)
         self._launched.append(_Launch(chunk, list(self._slots), self._entered))
         self._entered = []
         self.stats.chunks += 1
@@ -224,18 +232,23 @@ class Batcher:
     def collect(self) -> list[Sample]:
         """Read the oldest launched chunk; returns the samples it finished, by slot."""
         launch = self._launched.popleft()
+        firsts: dict[int, _Drawn] = {}  # many enter from one prefill
         for progress, draw, row in launch.entered:
-            _record(progress, self._read(draw), slice(row, row + 1))
+            if id(draw) not in firsts:
+                firsts[id(draw)] = _Drawn.of(self._read(draw))
+            firsts[id(draw)].record(progress, row, 1)
         chunk: Chunk = self._read(launch.chunk)
+        drawn, counts, done = _Drawn.of(chunk), chunk.counts.tolist(), chunk.done.tolist()
+        self._count(int(chunk.steps), sum(counts))
         finished = []
         for slot, owner in enumerate(launch.owners):
             if owner is None or self._slots[slot] is not owner:
                 continue
-            _record(owner, chunk, (slice(chunk.counts[slot]), slot))
-            if chunk.done[slot]:
+            drawn.record(owner, slot, counts[slot])
+            if done[slot]:
                 self._slots[slot] = None
                 finished.append(owner.sample(self.engine.stop_tokens))
-        self._count(chunk, finished)
+                self._count_sample(finished[-1])
         return finished
 
     def run(self) -> Iterator[Sample]:
@@ -334,8 +347,7 @@ class Batcher:
         generated[: len(chosen)] = [len(progress.tokens) for progress in chosen]
         arrays = prefill_arrays([progress.as_prompt() for progress in chosen], count, bucket)
         rows, draw = engine.prefill(self.params, *arrays, self.seed_key, generated=generated)
-        for array in jax.tree.leaves(draw):
-            array.copy_to_host_async()
+        self._start(draw)
         self._watch("resume" if generated.any() else "prefill", draw.tokens, len(chosen))
         self.stats.prefills += 1
         self.stats.prefill_rows += len(chosen)
@@ -358,16 +370,19 @@ class Batcher:
         index[first : first + len(slots)] = slots
         return index
 
-    def _count(self, chunk: Chunk, finished: list[Sample]) -> None:
-        stats, steps = self.stats, int(chunk.steps)
+    def _count(self, steps: int, drawn: int) -> None:
+        stats = self.stats
         stats.decode_steps += steps
-        stats.slot_steps += steps * self.engine.rollout.slots
-        stats.occupied_slot_steps += int(chunk.counts.sum())
-        stats.samples += len(finished)
-        stats.truncated += sum(sample.truncated for sample in finished)
-        stats.generated_tokens += sum(len(sample.response_tokens) for sample in finished)
-        stats.prompt_tokens += sum(len(sample.prompt_tokens) for sample in finished)
+        stats.slot_steps += steps * len(self._slots)
+        stats.occupied_slot_steps += drawn
         stats.seconds = time.perf_counter() - (self._started or 0.0)
+
+    def _count_sample(self, sample: Sample) -> None:
+        stats = self.stats
+        stats.samples += 1
+        stats.truncated += sample.truncated
+        stats.generated_tokens += len(sample.response_tokens)
+        stats.prompt_tokens += len(sample.prompt_tokens)
 
 
 def check_request(engine: Engine, request: Request) -> None:
@@ -400,12 +415,29 @@ def prefill_arrays(
     return tokens, lengths, sample_ids, caps
 
 
-def _record(progress: Progress, drawn: Draw | Chunk, where: tuple[slice, int] | slice) -> None:
-    """Add what was drawn at `where`: a slot's steps of a chunk, or a row of first tokens."""
-    progress.tokens += np.asarray(drawn.tokens)[where].tolist()
-    progress.log_probs += np.asarray(drawn.log_probs)[where].tolist()
-    if drawn.gaps is not None:
-        progress.gaps += np.asarray(drawn.gaps)[where].tolist()
+class _Drawn(NamedTuple):
+    """What was drawn in a chunk, or as first tokens: of each row (or slot) a list of its steps."""
+
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    gaps: list[list[float]] | None
+
+    @staticmethod
+    def of(drawn: Draw | Chunk) -> _Drawn:
+        """From arrays `[steps, slots]`, or `[rows]` of one step, on the host."""
+        tokens, log_probs, gaps = drawn.tokens, drawn.log_probs, drawn.gaps
+        if tokens.ndim == 1:
+            tokens, log_probs = tokens[None], log_probs[None]
+            gaps = None if gaps is None else gaps[None]
+        lists = None if gaps is None else gaps.T.tolist()
+        return _Drawn(tokens.T.tolist(), log_probs.T.tolist(), lists)
+
+    def record(self, progress: Progress, row: int, count: int) -> None:
+        """Add the first `count` steps of `row` to `progress`."""
+        progress.tokens += self.tokens[row][:count]
+        progress.log_probs += self.log_probs[row][:count]
+        if self.gaps is not None:
+            progress.gaps += self.gaps[row][:count]
 
 
 def generate_samples(

@@ -20,7 +20,7 @@ from fuse_jax.fusion.inter_stage.policy import (
 )
 from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch, Timed
 from fuse_jax.fusion.inter_stage.timeline import Timeline
-from fuse_jax.rollout.batcher import Batcher, Progress, RolloutStats
+from fuse_jax.rollout.batcher import Batcher, Progress, RolloutStats, start_copies
 from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Model, Role, Scored
 from fuse_jax.scoring.scorer import Pending
@@ -49,7 +49,7 @@ class Unit(NamedTuple):
 class Lane:
     """See the module. `models` may be anywhere; they are brought in when asked for.
 
-    `away` runs while a call dispatches to devices or reads from them.
+    `calls` runs while a call dispatches to devices or reads from them.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Lane:
         models: Mapping[Role, Model],
         seed_key: Any,
         timeline: Timeline,
-        away: Stopwatch,
+        calls: Stopwatch,
     ) -> None:
         self.instance, self.index = instance, instance.index
         self.alive = True
         self.leaving = False  # its samples move away: nothing more is launched
-        self.timeline, self._away = timeline, away
+        self.timeline, self._calls = timeline, calls
         self.stats = RolloutStats()
         self._models, self._seed_key = models, seed_key
         self._weights: dict[Role, Model] | None = None
@@ -74,16 +74,16 @@ class Lane:
 
     @cached_property
     def _actor(self) -> Any:
-        with self._away:
+        with self._calls:
             return self.instance.on_mesh("actor", self._models["actor"]).params
 
     @property
     def batcher(self) -> Batcher:
         """Made when first needed; its cache memory is free while there is nothing to generate."""
         if self._batcher is None:
-            engine: Any = Timed(self.instance.engine, ENGINE_CALLS, self._away)
-            read = self._away.timed(to_host)
-            self._batcher = Batcher(engine, self._actor, self._seed_key, self._watch, read)
+            engine: Any = Timed(self.instance.engine, ENGINE_CALLS, self._calls)
+            copies = self._calls.timed(start_copies), self._calls.timed(to_host)
+            self._batcher = Batcher(engine, self._actor, self._seed_key, self._watch, *copies)
             self._batcher.stats = self.stats
         return self._batcher
 
@@ -91,6 +91,16 @@ class Lane:
         resumed = kind == "resume"
         name = "prefill" if resumed else ""
         self.timeline.dispatched(self.index, "move" if resumed else kind, array, rows, name)
+
+    @property
+    def generates(self) -> bool:
+        """Whether it has, or had until lately, anything to generate."""
+        return self._batcher is not None
+
+    @property
+    def waiting(self) -> int:
+        """Its prompts without a slot."""
+        return 0 if self._batcher is None else self._batcher.waiting
 
     @property
     def unfinished(self) -> int:
@@ -125,10 +135,12 @@ class Lane:
 
         While prompts wait for a slot, a chunk is read before the next is launched.
         """
-        if self.leaving or not self.unfinished:
+        batcher = self._batcher
+        if batcher is None or self.leaving or batcher.launched >= CHUNKS_IN_FLIGHT:
             return False
-        depth = 1 if self.batcher.waiting or backlog else CHUNKS_IN_FLIGHT
-        return self.batcher.launched < depth
+        if batcher.launched and (backlog or batcher.waiting):
+            return False
+        return batcher.unfinished > 0
 
     def retire(self) -> None:
         """Give the cache memory back once nothing is left to generate."""
@@ -152,7 +164,7 @@ class Lane:
 
     def bring_weights(self) -> None:
         """Start bringing in what scoring reads."""
-        with self._away:
+        with self._calls:
             self._weights = self.instance.scoring_models(self._models)
         last = [jax.tree.leaves(model.params)[-1] for model in self._weights.values()]
         self.timeline.dispatched(self.index, "weights", last[-1], len(last))
@@ -167,8 +179,8 @@ class Lane:
         self._units.append(unit)  # first, so that nothing is lost if the dispatch raises
         assert self._weights is not None
         scorer = self.instance.scorer
-        batch = scorer.batch(unit.bucket, samples)
-        with self._away:
+        batch = scorer.lay_out(unit.bucket, samples)
+        with self._calls:
             pending = scorer.dispatch(unit.column, batch, self._weights)
         self._units[-1] = unit._replace(pending=pending)
         ids = tuple(sample.sample_id for sample in samples)
@@ -186,15 +198,13 @@ class Lane:
         pending = self._units[0].pending if self._units else None
         return pending is not None and pending.is_ready()
 
-    def read_oldest(self) -> list[Scored]:
-        """What the oldest scoring batch says of its samples."""
+    def read_oldest(self, scored: Sequence[Scored]) -> None:
+        """Put what the oldest scoring batch says of its samples into `scored`, one a sample."""
         unit = self.oldest_unit
         assert unit.pending is not None
-        with self._away:
+        with self._calls:
             arrays = to_host(unit.pending.arrays)
-        found = [Scored() for _ in unit.samples]
-        unit.pending._replace(arrays=arrays).write(found)
-        return found
+        unit.pending._replace(arrays=arrays).write(scored)
 
     def scored(self) -> None:
         """The oldest scoring batch has been read."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 GENERATING, DUE, DISPATCHED, DONE = range(4)
 
@@ -19,7 +17,8 @@ class Readiness:
 
     def __init__(self, samples: int, columns: Sequence[str], buckets: int) -> None:
         self.columns = tuple(columns)
-        self.states = np.full((samples, len(columns)), GENERATING, np.int8)
+        self._states = {column: [GENERATING] * samples for column in columns}
+        self._left = samples * len(columns)  # columns of samples that are not there
         self._due: dict[str, list[deque[int]]] = {
             column: [deque() for _ in range(buckets)] for column in columns
         }
@@ -27,12 +26,12 @@ class Readiness:
     @property
     def done(self) -> bool:
         """Whether every column of every sample is there."""
-        return bool((self.states == DONE).all())
+        return not self._left
 
     def finish(self, sample: int, bucket: int) -> None:
         """A sample is generated: all its columns are due."""
-        self._move([sample], slice(None), GENERATING, DUE)
         for column in self.columns:
+            self._move((sample,), column, GENERATING, DUE)
             self._due[column][bucket].append(sample)
 
     def due(self) -> dict[str, list[int]]:
@@ -43,24 +42,26 @@ class Readiness:
         """The first `rows` samples due there (or all there are): they are dispatched now."""
         queue = self._due[column][bucket]
         taken = tuple(queue.popleft() for _ in range(min(rows, len(queue))))
-        self._move(taken, self.columns.index(column), DUE, DISPATCHED)
+        self._move(taken, column, DUE, DISPATCHED)
         return taken
 
     def give_back(self, column: str, bucket: int, samples: Sequence[int]) -> None:
         """What `take` gave could not be scored: due again, before all others."""
-        self._move(samples, self.columns.index(column), DISPATCHED, DUE)
+        self._move(samples, column, DISPATCHED, DUE)
         self._due[column][bucket].extendleft(reversed(samples))
 
     def complete(self, column: str, samples: Sequence[int]) -> None:
         """Their column is there."""
-        self._move(samples, self.columns.index(column), DISPATCHED, DONE)
+        self._move(samples, column, DISPATCHED, DONE)
+        self._left -= len(samples)
 
-    def _move(self, samples: Sequence[int], columns: int | slice, before: int, after: int) -> None:
-        rows = list(samples)
-        if (self.states[rows, columns] != before).any():
-            names = ("generating", "due", "dispatched", "done")
-            raise RuntimeError(
-                f"samples {rows} should be {names[before]} before they are {names[after]}, but "
-                f"their states are {self.states[rows].tolist()}"
-            )
-        self.states[rows, columns] = after
+    def _move(self, samples: Iterable[int], column: str, before: int, after: int) -> None:
+        states = self._states[column]
+        for sample in samples:
+            if states[sample] != before:
+                names = ("generating", "due", "dispatched", "done")
+                raise RuntimeError(
+                    f"{column} of sample {sample} should be {names[before]} before it is "
+                    f"{names[after]}, but it is {names[states[sample]]}"
+                )
+            states[sample] = after

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from absl import logging
 
 from fuse_jax.fusion.inter_stage import migration, policy
-from fuse_jax.fusion.inter_stage.costs import Costs
+from fuse_jax.fusion.inter_stage.costs import Costs, Geometry
 from fuse_jax.fusion.inter_stage.instances import Instance, geometry_of
 from fuse_jax.fusion.inter_stage.lane import Lane, Unit
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
@@ -33,9 +33,9 @@ from fuse_jax.scoring.columns import Model, Role, Scored
 from fuse_jax.scoring.reward_function import RewardResult
 from fuse_jax.scoring.sample_rewards import TextRewards
 
-# Between two looks at the devices while nothing changes: short at first, then longer. A device has
-# its next piece of work already, so what is seen late costs little, and looking costs a core.
-POLL_SECONDS = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
+# Seconds between two looks at the devices while nothing changes: short at first, then longer. While
+# prompts wait for slots a chunk is read before the next is launched, and a device waits for it.
+SHORT_PAUSES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
 T = TypeVar("T")
 
 
@@ -45,8 +45,8 @@ class Counts:
 
     `migrated` live samples moved; `rerun` samples started again after their instance failed;
     `failed` instances given up; `batches` scoring batches, with `padding_rows` in all;
-    `scheduler_s` seconds the controller took for itself: all but those asleep, and in calls that
-    dispatch to devices or read from them.
+    `scheduler_s` seconds the controller took for itself, `dispatch_s` in calls that dispatch to
+    devices or read from them (moving arrays and weights, starting programs); the rest it slept.
     """
 
     migrated: int = 0
@@ -55,6 +55,7 @@ class Counts:
     batches: int = 0
     padding_rows: int = 0
     scheduler_s: float = 0.0
+    dispatch_s: float = 0.0
 
 
 @dataclass
@@ -103,6 +104,20 @@ def run(instances: Sequence[Instance], job: Job) -> Outcome:
     return Controller(instances, job).run()
 
 
+def long_pauses(costs: Costs, geometry: Geometry) -> tuple[float, ...]:
+    """Pauses while every device has its next piece of work already.
+
+    What is seen late then costs nothing, but for the few times when an instance changes what it
+    does; and looking costs a core. So they start near an eighth of the shortest piece.
+    """
+    shortest = min(geometry.chunk * costs.decode(1, 1), *map(min, costs.score_ms.values()))
+    eighth = min(max(shortest / 8e3, SHORT_PAUSES[0]), 1e-2)
+    pauses = [eighth / 2, eighth]
+    while 2 * pauses[-1] <= SHORT_PAUSES[-1]:
+        pauses.append(2 * pauses[-1])
+    return tuple(pauses)
+
+
 class Controller:
     """See the module. Made for one `run`."""
 
@@ -117,8 +132,8 @@ class Controller:
         for request in requests:  # here, where it is the caller's error and no instance's
             check_request(instances[0].engine, request)
         self.timeline = Timeline(len(instances))
-        self.away = Stopwatch()
-        shared = (job.models, job.seed_key, self.timeline, self.away)
+        self.calls, self.asleep = Stopwatch(), Stopwatch()
+        shared = (job.models, job.seed_key, self.timeline, self.calls)
         self.lanes = [Lane(one, *shared) for one in instances]
         buckets = len(self.geometry.buckets)
         self.table = Readiness(len(requests), self.geometry.columns, buckets)
@@ -133,6 +148,9 @@ class Controller:
         self.ends = [0.0] * len(instances)  # for streaming: expected ms of each instance's end
         self.late = [0.0] * len(instances)  # and its samples expected to outlast all instances
         self._cause: Exception | None = None
+        self._again: list[int] = []  # lanes read from in the last look
+        self._long_pauses = long_pauses(job.costs, self.geometry)
+        self._pauses = SHORT_PAUSES
 
     # ------------------------------------------------------------------ the loop
 
@@ -147,13 +165,15 @@ class Controller:
                 self._decide()
                 idle = 0
             else:
-                if idle == len(POLL_SECONDS):
+                if idle == len(self._pauses):
                     self._check_going_on()
-                with self.away:
-                    time.sleep(POLL_SECONDS[min(idle, len(POLL_SECONDS) - 1)])
+                with self.asleep:
+                    time.sleep(self._pauses[min(idle, len(self._pauses) - 1)])
                 idle += 1
         total = self.timeline.now()
-        self.counts.scheduler_s = time.perf_counter() - began - self.away.seconds
+        taken = time.perf_counter() - began - self.asleep.seconds
+        self.counts.dispatch_s = self.calls.seconds
+        self.counts.scheduler_s = taken - self.counts.dispatch_s
         self.timeline.wait()
         samples = [sample for sample in self.samples if sample is not None]
         return Outcome(
@@ -174,17 +194,21 @@ class Controller:
 
     def _read(self, idle: int) -> bool:
         """Take what has become ready; whether anything has. `idle` looks before found nothing."""
-        if not self.timeline.settle() and idle % 4:  # nothing has ended: look closely now and then
-            return self._poll_rewards()
-        changed = False
-        for lane in self.lanes:
-            if lane.chunk_ready():
+        look = {*self.timeline.settle(), *self._again}
+        if idle % 4 == 3:  # some arrays of a program may have been there a little after the others
+            look = range(len(self.lanes))
+        self._again.clear()
+        for index in sorted(look):
+            lane = self.lanes[index]
+            chunk = lane.chunk_ready()
+            if chunk:
                 self._read_chunk(lane)
-                changed = True
-            if lane.score_ready():
+            score = lane.score_ready()  # asked now: reading the chunk may have ended the instance
+            if score:
                 self._read_score(lane)
-                changed = True
-        return self._poll_rewards() or changed
+            if chunk or score:
+                self._again.append(index)  # there may be more, but what is due comes first
+        return self._poll_rewards() or bool(self._again)
 
     def _decide(self) -> None:
         """Dispatch what is due after something has changed.
@@ -197,15 +221,18 @@ class Controller:
         while failed != self.counts.failed:
             failed = self.counts.failed
             self._dispatch_due()
+        waits = self.backlog or any(lane.waiting for lane in self.lanes)
+        self._pauses = SHORT_PAUSES if waits else self._long_pauses
 
     def _dispatch_due(self) -> None:
         self._migrate()
         for lane in self.lanes:
-            if lane.alive and lane.leaving and not lane.in_flight:
+            if lane.leaving and lane.alive and not lane.in_flight:
                 self._depart(lane)
         for lane in self.lanes:
-            self._launch(lane)
-            if lane.alive:
+            if lane.generates or self.backlog:
+                self._launch(lane)
+            if not lane.has_weights and lane.alive:
                 self._weights(lane)
         self._offer()
 
@@ -330,16 +357,22 @@ class Controller:
 
     def _weights(self, lane: Lane) -> None:
         state = (lane.unfinished, self.unfinished, len(self.backlog))
-        if not lane.has_weights and policy.bring_weights(self.plan, self.job.costs, *state):
+        if policy.bring_weights(self.plan, self.job.costs, *state):
             self._attempt(lane, lane.bring_weights)
 
     def _offer(self) -> None:
         """Batches to instances that may score, the least supplied first."""
+        state = (self.unfinished, len(self.backlog))
+        free = [
+            lane
+            for lane in self.lanes
+            if lane.batches < policy.BATCHES_IN_FLIGHT
+            and lane.alive
+            and policy.may_score(self.plan, lane.unfinished, *state)
+        ]
         for depth in range(policy.BATCHES_IN_FLIGHT):
-            for lane in self.lanes:
-                state = (lane.unfinished, self.unfinished, len(self.backlog))
-                ready = lane.alive and lane.batches == depth
-                if not ready or not policy.may_score(self.plan, *state):
+            for lane in free:
+                if lane.batches != depth or not lane.alive:
                     continue
                 picked = self._next_batch(part_filled=depth == 0)
                 if picked is None:
@@ -372,15 +405,10 @@ class Controller:
 
     def _read_score(self, lane: Lane) -> None:
         unit = lane.oldest_unit
-        found = self._attempt(lane, lane.read_oldest)
-        if found is None:
-            return
-        for position, one in zip(unit.samples, found, strict=True):
-            for name, value in vars(one).items():
-                if value is not None:
-                    setattr(self.scored[position], name, value)
-        self.table.complete(unit.column, unit.samples)
-        lane.scored()
+        scored = [self.scored[position] for position in unit.samples]
+        if self._done(lane, lambda: lane.read_oldest(scored)):
+            self.table.complete(unit.column, unit.samples)
+            lane.scored()
 
     def _expect(self, lane: Lane) -> None:
         """What streaming wants to know of an instance: when it may end, how likely as the last."""

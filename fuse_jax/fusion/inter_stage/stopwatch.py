@@ -1,4 +1,4 @@
-"""How long the controller is away: asleep, or in calls that hand devices work or read from them."""
+"""How long a controller sleeps, and how long it is in calls that dispatch or read."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -37,14 +38,24 @@ class Finish(NamedTuple):
     order: int
 
 
-class _Open(NamedTuple):
+@dataclass(slots=True)
+class _Work:
+    """Dispatched; `array` is None once it has ended."""
+
+    instance: int
     kind: str
-    array: jax.Array
+    array: Any
     count: int
     name: str
     dispatched: float
     order: int
     samples: tuple[int, ...]
+    start: float = 0.0
+    end: float = 0.0
+
+    def record(self) -> Record:
+        span = Span(self.instance, self.kind, self.start, self.end, self.count, self.name)
+        return Record(span, self.dispatched, self.order, self.samples)
 
 
 class Timeline:
@@ -52,13 +63,13 @@ class Timeline:
 
     def __init__(self, instances: int) -> None:
         self.instances = instances
-        self.records: list[Record] = []
         self.finishes: list[Finish] = []
         self._started = time.perf_counter()
         self._order = 0
         self._free_at = [0.0] * instances
-        self._open: list[deque[_Open]] = [deque() for _ in range(instances)]
-        self._link: list[deque[_Open]] = [deque() for _ in range(instances)]
+        self._open: list[deque[_Work]] = [deque() for _ in range(instances)]
+        self._link: deque[_Work] = deque()
+        self._ended: list[_Work] = []
 
     def now(self) -> float:
         """ms since the start."""
@@ -74,37 +85,43 @@ class Timeline:
         samples: tuple[int, ...] = (),
     ) -> None:
         """Work of `kind` (see spans.KINDS) was handed to `instance`; `array` is its last result."""
-        entry = _Open(kind, array, count, name, self.now(), self._next(), samples)
-        (self._link if kind == "weights" else self._open)[instance].append(entry)
+        work = _Work(instance, kind, array, count, name, self.now(), self._next(), samples)
+        (self._link if kind == "weights" else self._open[instance]).append(work)
 
     def finished(self, sample_id: int, instance: int) -> None:
         """A sample came out of `instance`."""
         self.finishes.append(Finish(sample_id, instance, self.now(), self._next()))
 
-    def settle(self) -> bool:
-        """Note the end of everything that has ended, and whether anything has. Never waits."""
-        before = len(self.records)
-        for instance in range(self.instances):
-            queue, link = self._open[instance], self._link[instance]
-            while queue and queue[0].array.is_ready():  # type: ignore[attr-defined]
-                entry = queue.popleft()
-                start = max(entry.dispatched, self._free_at[instance])
-                self._free_at[instance] = self._close(entry, instance, start)
-            while link and link[0].array.is_ready():  # type: ignore[attr-defined]
-                entry = link.popleft()
-                self._close(entry, instance, entry.dispatched)
-        return len(self.records) > before
+    def settle(self) -> list[int]:
+        """Note the end of everything that has ended, and of which instances. Never waits."""
+        ended = []
+        for instance, queue in enumerate(self._open):
+            if queue and queue[0].array.is_ready():
+                ended.append(instance)
+                while queue and queue[0].array.is_ready():
+                    work = queue.popleft()
+                    self._end(work, max(work.dispatched, self._free_at[instance]))
+                    self._free_at[instance] = work.end
+        while self._link and self._link[0].array.is_ready():
+            work = self._link.popleft()
+            self._end(work, work.dispatched)
+        return ended
 
     def drop(self, instance: int) -> None:
         """Forget what was dispatched to an instance that failed: it will not end."""
         self._open[instance].clear()
-        self._link[instance].clear()
+        self._link = deque(work for work in self._link if work.instance != instance)
 
     def wait(self) -> None:
         """Wait for everything dispatched, and note its end."""
-        while any(self._open) or any(self._link):
+        while any(self._open) or self._link:
             self.settle()
             time.sleep(1e-4)
+
+    @property
+    def records(self) -> list[Record]:
+        """What has ended. Made when asked for: the controller has better things to do."""
+        return [work.record() for work in self._ended]
 
     @property
     def spans(self) -> list[Span]:
@@ -139,8 +156,7 @@ class Timeline:
         self._order += 1
         return self._order
 
-    def _close(self, entry: _Open, instance: int, start: float) -> float:
-        end = max(self.now(), start)
-        span = Span(instance, entry.kind, start, end, entry.count, entry.name)
-        self.records.append(Record(span, entry.dispatched, entry.order, entry.samples))
-        return end
+    def _end(self, work: _Work, start: float) -> None:
+        work.start, work.end = start, max(self.now(), start)
+        work.array = None  # it may hold a cache
+        self._ended.append(work)

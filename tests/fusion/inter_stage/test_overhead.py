@@ -42,7 +42,7 @@ def slowed(monkeypatch):
 
 
 def test_host_work_around_a_dispatch_is_the_controllers_own(world, slowed):
-    calls = slowed(Scorer, "batch", 0.02)
+    calls = slowed(Scorer, "lay_out", 0.02)
     outcome = runtime.run(world.instances, world.job(world.requests(16), HANDOFF))
     assert outcome.counts.scheduler_s >= 0.02 * len(calls)
 

@@ -224,8 +224,11 @@ def check_prompt(outcome):
 
 def test_a_finished_sample_is_scored_within_a_chunk(world):
     requests = one_long(world)
-    runtime.run(world.instances, world.job(requests, HANDOFF))  # compiles
-    check_prompt(runtime.run(world.instances, world.job(requests, HANDOFF)))
+    compiled = -1
+    while compiled != (compiled := sum(one.scorer.compilations for one in world.instances)):
+        # Who scores what differs between runs, so that a later one may still compile.
+        outcome = runtime.run(world.instances, world.job(requests, HANDOFF))
+    check_prompt(outcome)
 
 
 def test_a_barrier_instead_of_the_hand_off_is_noticed(world, monkeypatch):
