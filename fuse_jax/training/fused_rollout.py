@@ -9,6 +9,7 @@ With `migration=kv` that never shows in what they give. Where samples may be rea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ class FusedRollout:
         self._key = run.key(SAMPLE)
         self._costs: Costs | None = None
         self._forecast: Forecast | None = None
+        self._planning = 0.0  # seconds it took to plan this iteration
         self.prompts = PromptLengths()
         if len(self.instances) == 1 and settings.policy != "serial":
             run.say(
@@ -128,6 +130,7 @@ class FusedRollout:
         asked = [request.prompt_tokens.tobytes() for request in requests]
         predicted = self.prompts.predict(asked)
         lengths = [len(request.prompt_tokens) for request in requests]
+        self._planning = 0.0
         plan, new = self._plan(costs, lengths, predicted)
         known = (self.history, predicted)
         job = Job(requests, models, self._key, plan, costs, *known, text_rewards)
@@ -158,6 +161,7 @@ class FusedRollout:
             and not needs_refresh(known.history, self.history)
         ):
             return known.plan, False
+        began = time.perf_counter()
         plan = choose(
             settings.policy,
             self.geometry,
@@ -173,6 +177,7 @@ class FusedRollout:
         )
         changed = known is None or plan != known.plan
         self._forecast = Forecast(plan, self.history, by_prompt)
+        self._planning = time.perf_counter() - began
         if changed:
             self.run.say(f"inter-stage plan, {plan.policy}: {plan.why}")
         return plan, changed
@@ -192,6 +197,7 @@ class FusedRollout:
             "fusion_threshold": plan.threshold,
             "fusion_keep": plan.keep,
             "fusion_seconds": outcome.total_ms / 1e3,
+            "planning_seconds": self._planning,
             "generation_seconds": outcome.generation_ms / 1e3,
             "scoring_hidden": found.scoring_hidden,
             "device_utilisation": found.utilisation,

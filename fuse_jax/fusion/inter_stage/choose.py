@@ -21,6 +21,8 @@ from fuse_jax.fusion.inter_stage.simulator import simulate
 from fuse_jax.fusion.inter_stage.spans import ms_text
 from fuse_jax.fusion.inter_stage.workload import Workload
 
+# Samples simulated to choose a plan, about: large iterations try fewer plans on fewer workloads.
+BUDGET = 400_000
 SHARES = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75)  # R_t / samples
 
 
@@ -60,14 +62,22 @@ class Predictor:
         """The fastest plan, with its prediction; the first of equals.
 
         After each workload the slower half falls out, so that those left are told apart by many.
+        Of more plans than the budget allows some are tried, evenly spaced.
         """
-        left = list(enumerate(plans))
+        left = list(enumerate(spaced(list(plans), max(8, BUDGET // (4 * self.samples)))))
         for count in range(1, len(self.workloads)):
             # Equals so far may differ later: those that migrate earlier more than others.
             left.sort(key=lambda item: (self(item[1], count), -item[1].threshold, item[0]))
             left = left[: max(8, len(left) // 2)]
         best = min(left, key=lambda item: (self(item[1]), item[0]))[1]
         return replace(best, predicted_ms=self(best), serial_ms=self(SERIAL))
+
+
+def spaced(plans: Sequence[Plan], most: int) -> list[Plan]:
+    """At most `most` of `plans`, evenly spaced, the first and the last among them."""
+    if len(plans) <= most:
+        return list(plans)
+    return [plans[round(i * (len(plans) - 1) / (most - 1))] for i in range(most)]
 
 
 def draw_workloads(
@@ -115,14 +125,15 @@ def keeps(instances: int) -> list[int]:
 
 
 def migrations(
-    samples: int, geometry: Geometry, way: WayChoice = "auto", *, pack: bool = False
+    samples: int, geometry: Geometry, costs: Costs, way: WayChoice = "auto", *, pack: bool = False
 ) -> list[Plan]:
-    """Plans that migrate: pairs (R_t, m) of which the m instances have slots for R_t samples."""
+    """Plans that migrate: pairs (R_t, m) of which the m instances admit R_t samples."""
+    room = admission(costs, geometry)
     return [
         Plan("simulated", threshold=threshold, keep=keep, way=way, pack=pack)
         for threshold in thresholds(samples)
         for keep in keeps(geometry.instances)
-        if threshold <= keep * geometry.slots
+        if threshold <= keep * room
     ]
 
 
@@ -135,10 +146,10 @@ def knee_keep(threshold: int, geometry: Geometry, costs: Costs) -> int:
 
 
 def knee_plans(
-    samples: int, geometry: Geometry, costs: Costs, way: WayChoice = "auto"
+    thresholds: Sequence[int], geometry: Geometry, costs: Costs, way: WayChoice = "auto"
 ) -> list[Plan]:
-    """The knee rule at every R_t worth trying."""
-    rule = {t: knee_keep(t, geometry, costs) for t in thresholds(samples)}
+    """The knee rule at each R_t; none where all instances would be kept, for nothing migrates."""
+    rule = {t: knee_keep(t, geometry, costs) for t in thresholds}
     return [
         Plan("knee", threshold=threshold, keep=keep, way=way)
         for threshold, keep in rule.items()
@@ -181,6 +192,7 @@ def choose(
         _check_fixed(threshold, keep, geometry)
     if not history.lengths:
         return _unpredicted(policy, geometry, costs, len(prompts), threshold, keep, way)
+    draws = min(draws, max(1, BUDGET // (10 * len(prompts))))
     trusted = {"predicted": predicted, "ratios": ratios} if len(ratios) else {}
     workloads = draw_workloads(prompts, history, cap, draws=draws, seed=seed, **trusted)
     predict = Predictor(geometry, costs, workloads, history)
@@ -193,17 +205,19 @@ def choose_with(
     """`choose` with workloads that are given."""
     geometry, costs, samples = predict.geometry, predict.costs, predict.samples
     handed = Plan(policy, why="hand-off without migration")
-    knee = knee_plans(samples, geometry, costs, way)
-    if policy == "knee" and threshold:
-        knee = [Plan("knee", threshold=threshold, keep=knee_keep(threshold, geometry, costs))]
+    asked = [threshold] if policy == "knee" and threshold else thresholds(samples)
+    knee = knee_plans(asked, geometry, costs, way)
     packed = []
     if predict.workloads[0].predicted:
-        packed = [replace(handed, pack=True), *migrations(samples, geometry, way, pack=True)]
+        packed = [
+            replace(handed, pack=True),
+            *migrations(samples, geometry, costs, way, pack=True),
+        ]
     candidates = {
         "serial": [SERIAL],
         "fixed": [Plan("fixed", threshold=threshold, keep=keep)],
         "knee": knee or [handed],
-        "simulated": [handed, *migrations(samples, geometry, way), *packed],
+        "simulated": [handed, *migrations(samples, geometry, costs, way), *packed],
         "stream": [Plan("stream", stream=True)],
     }
     if policy != "auto":
@@ -239,9 +253,12 @@ def _unpredicted(
     if policy == "stream":
         return Plan("stream", stream=True, why=why)
     if policy == "knee":
-        threshold = threshold or max(1, round(0.2 * samples))
-        keep = knee_keep(threshold, geometry, costs)
-        why += ": R_t = 20 % of the samples, m by saturation"
+        asked = threshold or max(1, round(0.2 * samples))
+        found = knee_plans([asked], geometry, costs, way)
+        if not found:
+            return Plan(policy, why=why + f": {asked} samples saturate fewer instances, none moves")
+        why += f": R_t = {asked}, m by saturation"
+        return replace(found[0], why=why)
     elif policy in ("simulated", "auto"):
         return Plan(policy, why=why + ": hand-off without migration")
     return Plan(policy, threshold=threshold, keep=keep, way=way, why=why)

@@ -120,7 +120,6 @@ class Costs:
       move_ms, move_token_ms: moving the cache of one group of at most `prefill_rows` live slots, as
         move_ms + move_token_ms * tokens in it (this engine moves whole rows: the second is 0).
       weights_ms: bringing the frozen weights from the host to one instance; 0 = always there.
-      weights_ahead: there is room for them beside generation, so they come before they are needed.
       host_ms: between two dispatches of one instance, the host's own time.
     """
 
@@ -130,7 +129,6 @@ class Costs:
     move_ms: float = 0.0
     move_token_ms: float = 0.0
     weights_ms: float = 0.0
-    weights_ahead: bool = True
     host_ms: float = 0.0
 
     def __post_init__(self) -> None:

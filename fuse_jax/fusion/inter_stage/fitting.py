@@ -55,7 +55,6 @@ def fit_costs(
     move: Sequence[float] = (),
     weights: Sequence[float] = (),
     host: Sequence[float] = (),
-    weights_ahead: bool = True,
 ) -> Costs:
     """Costs of one instance, from times in ms.
 
@@ -80,7 +79,6 @@ def fit_costs(
         },
         move_ms=median(move) if move else 0.0,
         weights_ms=median(weights) if weights else 0.0,
-        weights_ahead=weights_ahead,
         host_ms=median(host) if host else 0.0,
     )
 

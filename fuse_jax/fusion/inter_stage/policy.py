@@ -171,12 +171,11 @@ def admission(costs: Costs, geometry: Geometry) -> int:
     return costs.decode.saturation(geometry.slots)
 
 
-def must_migrate(
-    plan: Plan, geometry: Geometry, unfinished: int, generating: int, backlog: int
-) -> bool:
+def must_migrate(plan: Plan, room: int, unfinished: int, generating: int, backlog: int) -> bool:
     """Whether the one migration of this iteration is due. Ask until it has happened.
 
     Args:
+      room: the most samples of a kept instance, see `admission`.
       unfinished: samples not finished, over all instances, as far as chunks have been read.
       generating: instances alive that still have unfinished samples.
       backlog: prompts that no instance has taken yet.
@@ -184,8 +183,8 @@ def must_migrate(
     if backlog:
         return False
     kept = min(plan.keep, generating)
-    # More than fit the slots of the kept ones can't move; below the plan's R_t they soon will.
-    return 0 < unfinished <= min(plan.threshold, kept * geometry.slots) and kept < generating
+    # More than the kept ones admit can't move; below the plan's R_t they soon will.
+    return 0 < unfinished <= min(plan.threshold, kept * room) and kept < generating
 
 
 def remaining_work(view: InstanceView, history: LengthHistory) -> float:
@@ -306,16 +305,6 @@ def next_batch(
             if best_key is None or key > best_key:
                 best, best_key = (column, bucket), key
     return best
-
-
-def bring_weights(
-    plan: Plan, costs: Costs, own_unfinished: int, unfinished: int, backlog: int
-) -> bool:
-    """Whether an instance should now bring the frozen weights in (asked until it has).
-
-    With room beside generation they come at once, serial or not, otherwise when it is to score.
-    """
-    return costs.weights_ahead or may_score(plan, own_unfinished, unfinished, backlog)
 
 
 # ------------------------------------------------------------------ scoring in the gaps

@@ -131,6 +131,7 @@ class Controller:
             raise ValueError("two requests have the same sample id")
         for request in requests:  # here, where it is the caller's error and no instance's
             check_request(instances[0].engine, request)
+        self.room = policy.admission(job.costs, self.geometry)
         self.timeline = Timeline(len(instances))
         self.calls, self.asleep = Stopwatch(), Stopwatch()
         shared = (job.models, job.seed_key, self.timeline, self.calls)
@@ -233,7 +234,7 @@ class Controller:
             if lane.generates or self.backlog:
                 self._launch(lane)
             if not lane.has_weights and lane.alive:
-                self._weights(lane)
+                self._attempt(lane, lane.bring_weights)
         self._offer()
 
     def _alive(self) -> list[Lane]:
@@ -308,7 +309,7 @@ class Controller:
             return
         generating = [lane for lane in self._alive() if lane.unfinished]
         due = policy.must_migrate(
-            self.plan, self.geometry, self.unfinished, len(generating), len(self.backlog)
+            self.plan, self.room, self.unfinished, len(generating), len(self.backlog)
         )
         if due:
             self.kept = policy.choose_kept(self.plan, self._views(), self.job.history)
@@ -354,11 +355,6 @@ class Controller:
         return [lane.view() for lane in self.lanes]
 
     # ------------------------------------------------------------------ scoring
-
-    def _weights(self, lane: Lane) -> None:
-        state = (lane.unfinished, self.unfinished, len(self.backlog))
-        if policy.bring_weights(self.plan, self.job.costs, *state):
-            self._attempt(lane, lane.bring_weights)
 
     def _offer(self) -> None:
         """Batches to instances that may score, the least supplied first."""

@@ -57,6 +57,7 @@ class _World:
     ) -> None:
         self.plan, self.geometry, self.costs = plan, geometry, costs
         self.workload, self.history, self.record = workload, history, record
+        self.room = policy.admission(costs, geometry)
         count, columns = len(workload.responses), geometry.columns
         self.bucket = [
             bucket_of(p + r, geometry.buckets)
@@ -130,9 +131,7 @@ class _World:
         if not instance.leaving:
             self._launch(now, index)
         own, backlog = instance.unfinished, len(self.backlog)
-        if instance.weights_at is None and policy.bring_weights(
-            self.plan, self.costs, own, self.unfinished, backlog
-        ):
+        if instance.weights_at is None:
             instance.weights_at = now + self.costs.weights_ms
             if self.costs.weights_ms:
                 self._span(index, "weights", (now, instance.weights_at), 0)
@@ -231,7 +230,7 @@ class _World:
             return
         generating = sum(bool(instance.unfinished) for instance in self.instances)
         due = policy.must_migrate(
-            self.plan, self.geometry, self.unfinished, generating, len(self.backlog)
+            self.plan, self.room, self.unfinished, generating, len(self.backlog)
         )
         if not due:
             return

@@ -30,8 +30,14 @@ class Stopwatch:
 
         @functools.wraps(function)
         def wrapped(*args: Any, **options: Any) -> Any:
-            with self:
+            if self._depth:
                 return function(*args, **options)
+            self._depth, since = 1, time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self._depth = 0
+                self.seconds += time.perf_counter() - since
 
         return wrapped
 

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> str:
     except ValueError as error:
         raise StudyError(f"{error} (from the options; --help lists them)") from error
     predict = Predictor(study.geometry, study.costs, study.workloads, study.history)
-    if options.sweep and not migrations(predict.samples, study.geometry):
+    if options.sweep and not migrations(predict.samples, study.geometry, study.costs):
         raise StudyError("--sweep: needs at least 2 instances and 2 samples to migrate anything")
     bound = float(np.mean([ideal_bound(study.geometry, study.costs, w) for w in study.workloads]))
     plans = _plans(predict, options)

@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from fuse_jax.fusion.inter_stage.choose import Predictor, keeps, knee_keep, thresholds
 from fuse_jax.fusion.inter_stage.plot import DPI, INK, MUTED, RULE
-from fuse_jax.fusion.inter_stage.policy import SERIAL, Plan
+from fuse_jax.fusion.inter_stage.policy import SERIAL, Plan, admission
 from fuse_jax.fusion.inter_stage.spans import ms_text
 
 
@@ -22,7 +22,7 @@ from fuse_jax.fusion.inter_stage.spans import ms_text
 class Sweep:
     """Simulated ms of migrating at `thresholds[i]` to `keeps[j]` instances: `ms[i, j]`.
 
-    NaN where those have no slots for so many. `knee_ms[i]` is with m by the knee rule (NaN: all
+    NaN where those admit fewer. `knee_ms[i]` is with m by the knee rule (NaN: all
     instances would stay), `handed_ms` without migration.
     """
 
@@ -49,9 +49,10 @@ def sweep(predict: Predictor, bound_ms: float) -> Sweep:
     """Simulate every pair (R_t, m) worth trying."""
     geometry, costs, samples = predict.geometry, predict.costs, predict.samples
     rows, kept = thresholds(samples), keeps(geometry.instances)
+    room = admission(costs, geometry)
 
     def ms(threshold: int, keep: int) -> float:
-        if threshold > keep * geometry.slots or keep >= geometry.instances:
+        if threshold > keep * room or keep >= geometry.instances:
             return float("nan")
         return predict(Plan("fixed", threshold=threshold, keep=keep))
 
@@ -129,7 +130,7 @@ def _draw_grid(axis, found: Sweep) -> None:
     axis.set_yticks(range(len(names)), names)
     axis.set_xlabel("m, instances that go on generating", color=MUTED)
     axis.set_title(
-        "speed over serial by R_t and m (blank: too few slots)", loc="left", fontsize=9.5,
+        "speed over serial by R_t and m (blank: more than m admit)", loc="left", fontsize=9.5,
         color=MUTED,
     )  # fmt: skip
     _bare(axis)

@@ -11,6 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from fuse_jax.buckets import Bucket
+from fuse_jax.fusion.inter_stage import choose as chooser
 from fuse_jax.fusion.inter_stage import study
 from fuse_jax.fusion.inter_stage.bound import ideal_bound
 from fuse_jax.fusion.inter_stage.choose import (
@@ -27,11 +28,11 @@ from fuse_jax.fusion.inter_stage.choose import (
 from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable, Geometry
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.plot import DECODE, MOVE, PREFILL, SCORES, plot_timeline
-from fuse_jax.fusion.inter_stage.policy import POLICIES, SERIAL, Plan
+from fuse_jax.fusion.inter_stage.policy import POLICIES, SERIAL, Plan, admission
 from fuse_jax.fusion.inter_stage.simulator import simulate
 from fuse_jax.fusion.inter_stage.spans import Span
 from fuse_jax.fusion.inter_stage.sweep import sweep
-from fuse_jax.fusion.inter_stage.workload import Workload
+from fuse_jax.fusion.inter_stage.workload import Outcome, Workload
 
 LAUNCHER = Path(__file__).resolve().parents[3] / "launch" / "simulate.py"
 COLUMNS = ("ref_log_probs", "values", "scores")
@@ -61,7 +62,7 @@ def test_the_paths_worth_trying():
     assert thresholds(100) == [1, 2, 4, 6, 8, 10, 15, 20, 25, 30, 40, 50, 60, 75]
     assert keeps(1) == [] and keeps(4) == [1, 2, 3]
     assert keeps(64)[0] == 1 and keeps(64)[-1] == 51 and len(keeps(64)) <= 15
-    plans = migrations(SAMPLES, GEOMETRY)
+    plans = migrations(SAMPLES, GEOMETRY, COSTS)
     assert all(0 < plan.threshold <= plan.keep * 16 and plan.keep < 4 for plan in plans)
 
 
@@ -75,9 +76,47 @@ def test_the_knee_rule():
     assert (plan.threshold, plan.keep) == (9, 2)
 
 
+def test_a_knee_that_keeps_all_does_not_speak_of_migrating():
+    # Two slots decode much slower than one: R_t = 9 samples want 9 instances.
+    steep = replace(COSTS, decode=DecodeTable((1, 2), (8,), ((8.0,), (16.0,))))
+    for history in (HISTORY, LengthHistory()):
+        plan = choose("knee", GEOMETRY, steep, PROMPTS, history, CAP, threshold=9)
+        assert not plan.threshold and not plan.keep and plan.handoff
+        assert "migration to" not in plan.why
+
+
+def test_every_policy_fills_instances_until_decoding_saturates_and_no_more():
+    room = 3
+    steep = replace(COSTS, decode=DecodeTable((1, 3, 4), (8,), ((8.0,), (8.0,), (16.0,))))
+    assert admission(steep, GEOMETRY) == room
+    plans = migrations(SAMPLES, GEOMETRY, steep)
+    assert plans and all(plan.threshold <= plan.keep * room for plan in plans)
+    work = draw_workloads(PROMPTS, HISTORY, CAP, draws=1)[0]
+    for policy in ("knee", "simulated", "fixed"):
+        seen = simulate(Plan(policy, threshold=16, keep=2), GEOMETRY, steep, work, history=HISTORY)
+        assert seen.migrated_at is not None
+        assert (seen.finished_at > seen.migrated_at).sum() <= 2 * room
+
+
+def test_large_iterations_are_planned_within_a_budget(monkeypatch):
+    many = [64] * 10_000
+    simulated = []
+
+    def counted(plan, geometry, costs, workload, **options):
+        simulated.append(len(workload.responses))
+        return Outcome(total_ms=1000.0 - plan.threshold)
+
+    monkeypatch.setattr(chooser, "simulate", counted)
+    wide = replace(GEOMETRY, instances=64, slots=256)
+    plan = choose("auto", wide, COSTS, many, HISTORY, CAP)
+    assert plan.threshold and sum(simulated) <= 2 * chooser.BUDGET
+    assert len(chooser.spaced(plans := migrations(100, GEOMETRY, COSTS), 9)) == 9
+    assert chooser.spaced(plans, 9)[::8] == [plans[0], plans[-1]]
+
+
 def test_simulated_is_as_good_as_trying_everything(predict):
     found = choose_with(predict, "simulated")
-    everything = {plan: predict(plan) for plan in migrations(SAMPLES, GEOMETRY)}
+    everything = {plan: predict(plan) for plan in migrations(SAMPLES, GEOMETRY, COSTS)}
     least = min(*everything.values(), predict(Plan("hand-off")))
     assert found.predicted_ms is not None and found.serial_ms == predict(SERIAL)
     assert found.predicted_ms <= 1.01 * least
@@ -192,8 +231,8 @@ def test_the_bound_by_hand():
 
 def test_the_sweep_holds_what_was_simulated(predict):
     found = sweep(predict, bound_ms=1.0)
-    i, j = found.thresholds.index(26), found.keeps.index(2)
-    assert found.ms[i, j] == predict(Plan("fixed", threshold=26, keep=2))
+    i, j = found.thresholds.index(16), found.keeps.index(2)
+    assert found.ms[i, j] == predict(Plan("fixed", threshold=16, keep=2))
     assert np.isnan(found.ms[i, found.keeps.index(1)])  # 26 samples, 16 slots
     threshold, keep, ms = found.best
     assert ms == min(np.nanmin(found.ms), found.handed_ms)

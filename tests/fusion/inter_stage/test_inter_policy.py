@@ -74,13 +74,13 @@ def test_whole_prefills_are_pulled():
 )
 def test_migration_is_due(unfinished, generating, backlog, due):
     plan = Plan("fixed", threshold=6, keep=2)
-    assert policy.must_migrate(plan, GEOMETRY, unfinished, generating, backlog) is due
+    assert policy.must_migrate(plan, GEOMETRY.slots, unfinished, generating, backlog) is due
 
 
-def test_migration_waits_until_the_kept_have_slots():
+def test_migration_waits_until_the_kept_have_room():
     plan = Plan("fixed", threshold=100, keep=2)
-    assert not policy.must_migrate(plan, GEOMETRY, 9, 4, 0)
-    assert policy.must_migrate(plan, GEOMETRY, 8, 4, 0)
+    assert not policy.must_migrate(plan, 4, 9, 4, 0)
+    assert policy.must_migrate(plan, 4, 8, 4, 0)
 
 
 def test_the_busiest_are_kept():
@@ -154,7 +154,7 @@ def test_every_live_sample_finds_a_slot(counts, keep):
     first = [sum(counts[:i]) for i in range(len(counts))]
     views = [InstanceView(samples(f, [1] * c)) for f, c in zip(first, counts, strict=True)]
     plan = Plan("fixed", threshold=1000, keep=keep)
-    if not policy.must_migrate(plan, GEOMETRY, sum(counts), sum(map(bool, counts)), 0):
+    if not policy.must_migrate(plan, GEOMETRY.slots, sum(counts), sum(map(bool, counts)), 0):
         return
     kept = policy.choose_kept(plan, views, NOTHING)
     moved = []
@@ -204,16 +204,6 @@ def test_who_may_score():
 )
 def test_the_next_batch(ready, part_filled, picked):
     assert policy.next_batch(ready, GEOMETRY, COSTS, part_filled=part_filled) == picked
-
-
-def test_weights_come_ahead_where_there_is_room():
-    handed, tight = Plan("fixed"), replace(COSTS, weights_ahead=False)
-    assert policy.bring_weights(handed, COSTS, 3, 9, 0)
-    assert not policy.bring_weights(handed, tight, 3, 9, 0)
-    assert policy.bring_weights(handed, tight, 0, 9, 0)
-    assert policy.bring_weights(policy.SERIAL, COSTS, 3, 9, 0)
-    assert not policy.bring_weights(policy.SERIAL, tight, 0, 9, 0)
-    assert policy.bring_weights(policy.SERIAL, tight, 0, 0, 0)
 
 
 def test_streaming_is_for_those_unlikely_to_be_last():

@@ -55,14 +55,9 @@ def test_serial():
     assert (seen.total_ms, seen.scoring_hidden) == (19.0, 0.0)
 
 
-def test_weights_in_the_way():
-    """Without room they come once an instance has nothing left to generate; with it, at once."""
-    late = replace(PAIR_COSTS, weights_ms=4.0, weights_ahead=False)
-    seen = simulate(Plan("fixed"), PAIR, late, PAIR_WORK, record=True)
-    assert bars(seen, 0, "weights") == [(3.0, 7.0)]
-    assert bars(seen, 0, "score")[0] == (7.0, 12.0)
-    early = replace(late, weights_ahead=True)
-    seen = simulate(Plan("fixed"), PAIR, early, PAIR_WORK, record=True)
+def test_weights_come_at_once():
+    slow = replace(PAIR_COSTS, weights_ms=4.0)
+    seen = simulate(Plan("fixed"), PAIR, slow, PAIR_WORK, record=True)
     assert bars(seen, 0, "weights") == [(0.0, 4.0)]
     assert bars(seen, 0, "score")[0] == (4.0, 9.0)  # finished at 3
 
@@ -250,7 +245,6 @@ def cases(draw):
         move_ms=draw(STEPS),
         move_token_ms=draw(st.sampled_from([0.0, 0.1])),
         weights_ms=draw(st.sampled_from([0.0, 7.0])),
-        weights_ahead=draw(st.booleans()),
         host_ms=draw(st.sampled_from([0.0, 0.25])),
     )
     count, cap = integers(1, 24), integers(1, 24)
@@ -311,7 +305,7 @@ def test_what_must_hold(case):
 
 def test_a_token_drawn_by_a_prefill_does_not_beat_the_bound():
     geometry = Geometry(3, 2, 1, 1, (Bucket(8, 1),), ("a", "b"))
-    table = DecodeTable((1, 4), (1, 40), ((0.5, 1.0), (1.0, 2.0)))
+    table = DecodeTable((1, 4), (1, 40), ((0.5, 1.0), (0.75, 1.5)))
     costs = Costs(table, {4: 0.5, 8: 0.5}, {"a": [0.5], "b": [0.5]}, 0.5, 0.1)
     work = Workload((1,) * 3, (1, 1, 4), 4, (0.0,) * 3)
     seen = simulate(Plan("fixed", threshold=2, keep=1), geometry, costs, work)

@@ -45,7 +45,6 @@ def cluster(actor: str, critic: str, cap: int, scoring: float) -> tuple[Geometry
         scores,
         move_token_ms=1e3 * cache / (tensor * 40e9),
         weights_ms=weights,
-        weights_ahead=False,
     )
     return Geometry(GPUS // tensor, slots, 4, 32, buckets, tuple(sizes)), costs
 
