@@ -38,7 +38,7 @@ class Request:
     meta: dict = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)  # one is equal to itself only; compared often
 class Progress:
     """A request and what has been read back of its response so far."""
 
