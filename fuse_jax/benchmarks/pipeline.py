@@ -43,9 +43,9 @@ from fuse_jax.models.transformer import init
 from fuse_jax.placement.mesh import use_cpu_devices
 from fuse_jax.training.gradients import BOTH, HyperParameters, serial_gradients
 from fuse_jax.training.minibatch import Experience, Minibatch, cut_minibatch
+from fuse_jax.training.pipeline_engine import make_layout, place_rows
 from fuse_jax.training.pipeline_gradients import PipelineGradients, model_stages
 from fuse_jax.training.pipeline_plan import COSTS, Planner
-from fuse_jax.training.pipeline_step import make_layout, place_rows
 
 PACES = {"actor": {"F": 10.0, "B": 20.0}, "critic": {"F": 6.0, "B": 12.0}}  # ms
 LENGTH, PROMPT, VOCABULARY = 8, 2, 37

@@ -37,7 +37,8 @@ from fuse_jax.training.gradients import BOTH, HyperParameters
 from fuse_jax.training.minibatch import Experience, Minibatch, cut_minibatch, training_buckets
 from fuse_jax.training.optimizers import planned_updates
 from fuse_jax.training.pipeline_check import transports
-from fuse_jax.training.pipeline_step import Pipelines, PipelineStep
+from fuse_jax.training.pipeline_shared import Pipelines
+from fuse_jax.training.pipeline_step import PipelineStep
 from fuse_jax.training.ppo_step import Step, create_ppo_state, make_step
 from fuse_jax.training.state import TrainState
 

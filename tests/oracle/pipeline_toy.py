@@ -11,7 +11,8 @@ import ppo_numpy as toy
 
 from fuse_jax.buckets import Bucket
 from fuse_jax.fusion.intra_stage.baselines import alone, chimera_like, concatenated_1f1b
-from fuse_jax.fusion.intra_stage.executor import pipeline_mesh
+from fuse_jax.fusion.intra_stage.dispatch import Dispatch
+from fuse_jax.fusion.intra_stage.executor import collect, pipeline_mesh
 from fuse_jax.fusion.intra_stage.layout import (
     Layout,
     deal_micro_batches,
@@ -20,12 +21,15 @@ from fuse_jax.fusion.intra_stage.layout import (
     trained_pipelines,
 )
 from fuse_jax.fusion.intra_stage.problem import MODELS, Pipeline, Problem
+from fuse_jax.fusion.intra_stage.stages import join_params, split_params
 from fuse_jax.fusion.intra_stage.tables import slots_needed
 from fuse_jax.fusion.intra_stage.transport import make_transport
 from fuse_jax.models.transformer import init
-from fuse_jax.training.gradients import serial_gradients
+from fuse_jax.training.gradients import finish_metrics, serial_gradients
 from fuse_jax.training.minibatch import cut_minibatch
-from fuse_jax.training.pipeline_gradients import PipelineGradients
+from fuse_jax.training.pipeline_engine import place_rows
+from fuse_jax.training.pipeline_gradients import PipelineGradients, model_stages
+from fuse_jax.training.pipeline_shared import counts_of
 
 ONE = (Bucket(16, 2),)
 TWO = (Bucket(8, 2), Bucket(16, 2))
@@ -89,6 +93,32 @@ def problem(stages, batch, *, split=False, devices=None):
     return Problem(*pipelines, devices=devices)
 
 
+def schedules(made, train=MODELS):
+    """By name: one that fuses, and one in series; of a model that trains alone its own."""
+    if train != MODELS:
+        (name,) = train
+        return {"serial": alone(made, MODELS.index(name))}
+    return {"fused": chimera_like(made), "serial": concatenated_1f1b(made, "critic")}
+
+
+def spoiled(batch):
+    """The mini-batch with NaN in all its micro-batches that are not real."""
+
+    def spoil(leaf, count):
+        leaf = np.array(leaf)
+        if np.issubdtype(leaf.dtype, np.floating):
+            leaf[int(count) :] = np.nan
+        return leaf
+
+    buckets = [
+        bucket._replace(
+            micro_batches=jax.tree.map(partial(spoil, count=bucket.count), bucket.micro_batches)
+        )
+        for bucket in batch.buckets
+    ]
+    return batch._replace(buckets=tuple(buckets))
+
+
 class Case:
     """A pipeline compiled for a toy mini-batch, and two schedules to run through it."""
 
@@ -97,14 +127,8 @@ class Case:
     ):
         self.batch, self.hp, self.train = batch, hp, train
         self.problem = problem(stages, batch, split=split)
+        self.schedules = schedules(self.problem, train)
         devices = self.problem.devices
-        self.schedules = {
-            "fused": chimera_like(self.problem),
-            "serial": concatenated_1f1b(self.problem, "critic"),
-        }
-        if train != MODELS:
-            (name,) = train
-            self.schedules = {"serial": alone(self.problem, MODELS.index(name))}
         carrier = make_transport(transport, devices, data * tensor)
         any_schedule = next(iter(self.schedules.values()))
         pipelines = trained_pipelines(any_schedule.problem)
@@ -130,6 +154,40 @@ class Case:
 
     def __call__(self, params, schedule="fused", batch=None):
         return self.function(params, self.planned(schedule, batch))
+
+
+class Dispatched:
+    """The same for tasks that the host dispatches."""
+
+    def __init__(
+        self, stages, batch, hp, *, split=False, data=1, train=MODELS, wrap=None, timeout_s=60.0
+    ):
+        self.batch, self.hp, self.train = batch, hp, train
+        self.problem = problem(stages, batch, split=split)
+        self.schedules = schedules(self.problem, train)
+        pipelines = trained_pipelines(next(iter(self.schedules.values())).problem)
+        functions = model_stages(hp)
+        if wrap is not None:
+            functions = {name: wrap(name, one) for name, one in functions.items()}
+        self.mesh = pipeline_mesh(self.problem.devices, data)
+        self.dispatch = Dispatch(pipelines, self.mesh, functions, timeout_s)
+        self.dealt = {n: deal_micro_batches(counts_of(batch), p.replicas) for n, p in pipelines}
+        self.collect = {n: jax.jit(partial(collect, pipeline=p)) for n, p in pipelines}
+
+    def start(self, params, schedule, batch):
+        """The Sums of a step under way, and its flight."""
+        walk = self.dispatch.prepare(self.schedules[schedule], self.dealt)
+        placed = place_rows(batch, self.mesh)
+        weights = {name: split_params(params[name]) for name in self.train}
+        micro_batches = [bucket.micro_batches for bucket in placed.buckets]
+        return self.dispatch.run(walk, weights, micro_batches, placed.kl_coef)
+
+    def __call__(self, params, schedule="fused", batch=None):
+        sums, flight = self.start(params, schedule, self.batch if batch is None else batch)
+        flight.wait()
+        whole = {name: self.collect[name](part) for name, part in sums.items()}
+        metrics = {k: v for of in whole.values() for k, v in of.metrics.items()}
+        return {n: join_params(of.grads) for n, of in whole.items()}, finish_metrics(metrics)
 
 
 def error(grads, expected):

@@ -74,11 +74,11 @@ import sys
 sys.path[:0] = [{root!r}, {oracle!r}, {here!r}]
 import numpy as np
 import faulty_stages, test_pipeline_runs
-from fuse_jax.training import pipeline_step, ppo_parts
+from fuse_jax.training import pipeline_shared, ppo_parts
 from fuse_jax.training.run import train
 broken, resume = sys.argv[1] == "yes", sys.argv[3] == "yes"
-plain, cuts = pipeline_step.model_stages, []
-pipeline_step.model_stages = lambda *of: {{
+plain, cuts = pipeline_shared.model_stages, []
+pipeline_shared.model_stages = lambda *of: {{
     name: faulty_stages.wrap(name, stages) for name, stages in plain(*of).items()
 }}
 cut = ppo_parts.PPOParts.cut
@@ -90,11 +90,12 @@ def breaking(self, *of):
     return batch._replace(kl_coef=np.float32(faulty_stages.FAIL)) if fail else batch
 
 ppo_parts.PPOParts.cut = breaking
-train(test_pipeline_runs.tiny("pair"), sys.argv[2], resume=resume)
+train(test_pipeline_runs.tiny(sys.argv[4]), sys.argv[2], resume=resume)
 """
 
 
-def test_a_failure_under_collectives_ends_the_process_and_resume_goes_on(tmp_path):
+@pytest.mark.parametrize("transport", ["pair", "ring"])
+def test_a_failure_under_collectives_ends_the_process_and_resume_goes_on(tmp_path, transport):
     script = tmp_path / "run.py"
     oracle = ROOT / "tests" / "oracle"
     script.write_text(
@@ -102,7 +103,7 @@ def test_a_failure_under_collectives_ends_the_process_and_resume_goes_on(tmp_pat
     )
 
     def run(broken, workdir, resume):
-        command = [sys.executable, str(script), broken, str(tmp_path / workdir), resume]
+        command = [sys.executable, str(script), broken, str(tmp_path / workdir), resume, transport]
         return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
     ended = run("yes", "a", "no")
@@ -115,3 +116,48 @@ def test_a_failure_under_collectives_ends_the_process_and_resume_goes_on(tmp_pat
     undisturbed = run("no", "b", "no")
     assert undisturbed.returncode == 0, undisturbed.stderr[-3000:]
     assert parameters(tmp_path / "a") == parameters(tmp_path / "b")
+
+
+HUNG = """
+import sys
+sys.path[:0] = [{root!r}, {oracle!r}, {here!r}]
+from fuse_jax.placement.mesh import use_cpu_devices
+use_cpu_devices(4)
+import numpy as np
+import faulty_stages
+from fuse_jax.fusion.intra_stage import flight
+flight.DRAIN_S, faulty_stages.HANG_MS = 1.0, 1e9
+import test_pipeline_step as steps
+shared = steps.pipelines(transport=sys.argv[1])
+step = steps.PipelineStep(shared, steps.BOTH)
+steps.run(step, shared, 1)
+print("one went well", flush=True)
+steps.run(step, shared, 1, steps.BATCH._replace(kl_coef=np.float32(faulty_stages.HANG)))
+"""
+
+
+@pytest.mark.parametrize("transport", ["mailbox", "dispatch", "pair", "ring"])
+def test_a_task_that_never_ends_is_named_and_the_process_ends(tmp_path, transport):
+    """It would not end by itself: XLA waits for all of its threads, and one is in that task."""
+    script = tmp_path / "hung.py"
+    oracle = ROOT / "tests" / "oracle"
+    script.write_text(
+        HUNG.format(root=str(ROOT), oracle=str(oracle), here=str(Path(__file__).parent))
+    )
+    command = [sys.executable, str(script), transport]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "one went well" in ended.stdout, ended.stderr[-3000:]
+    assert ended.returncode == EXIT_STATUS, ended.stderr[-3000:]
+    assert "actor[0] B0 on device 1" in ended.stderr and "--resume" in ended.stderr
+
+
+def test_a_search_that_is_made_again_changes_no_bit(tmp_path, capsys):
+    """Any difference counts as drift: every second look measures and searches anew."""
+    for drift in (1e-9, 0.0):
+        config = tiny()
+        config.ppo.iterations = 12  # 22 updates of both models
+        config.fusion.intra_stage.drift = drift
+        train(config, tmp_path / str(drift))
+        told = capsys.readouterr().out
+        assert ("schedules searched again" in told) == (drift > 0)
+    assert parameters(tmp_path / "1e-09") == parameters(tmp_path / "0.0")

@@ -16,7 +16,8 @@ from fuse_jax.fusion.intra_stage.flight import StepError
 from fuse_jax.fusion.intra_stage.schedule import Schedule
 from fuse_jax.placement.mesh import make_mesh
 from fuse_jax.training.pipeline_plan import Plan
-from fuse_jax.training.pipeline_step import TIMELINE_AT, WINDOW, Pipelines, PipelineStep
+from fuse_jax.training.pipeline_shared import WINDOW, Pipelines
+from fuse_jax.training.pipeline_step import TIMELINE_AT, PipelineStep
 from fuse_jax.training.ppo_step import create_ppo_state, make_step
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
@@ -88,7 +89,8 @@ def test_fused_and_serial_updates_give_the_same_bits_near_the_plain_step(step, s
     assert of_fused[-1]["actor_loss"] == pytest.approx(float(metrics["actor_loss"]), abs=1e-5)
 
 
-def test_a_schedule_with_too_much_in_flight_gives_way_to_the_serial_one(step, shared, monkeypatch):
+def greedy(shared):
+    """A plan that has all forwards first, and so needs many slots."""
     plan = shared.planner.plan([COUNT])
     graph = plan.schedule.graph
     forwards_first = [
@@ -96,8 +98,11 @@ def test_a_schedule_with_too_much_in_flight_gives_way_to_the_serial_one(step, sh
         for row in plan.schedule.order.tolist()
     ]
     problem = dataclasses.replace(plan.schedule.problem, memory_cap=None)
-    greedy = Plan(Schedule(problem, np.array(forwards_first)), True, 1.0, 1.0, "")
-    monkeypatch.setitem(shared.planner._plans, (COUNT,), greedy)
+    return Plan(Schedule(problem, np.array(forwards_first)), True, 1.0, 1.0, "")
+
+
+def test_a_schedule_with_too_much_in_flight_gives_way_to_the_serial_one(step, shared, monkeypatch):
+    monkeypatch.setitem(shared.planner._plans, (COUNT,), greedy(shared))
     _, (metrics,) = run(step, shared, 1)
     assert (metrics["pipeline_fallback"], metrics["pipeline_serial"]) == (1.0, 1.0)
     assert metrics["pipeline_fused"] == 0.0
@@ -137,6 +142,20 @@ def test_dispatched_updates_give_the_same_numbers(step, shared):
     assert max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs) < 1e-5
     assert metrics.keys() == of_compiled.keys()
     assert metrics["critic_loss"] == pytest.approx(of_compiled["critic_loss"], abs=1e-5)
+
+
+@pytest.mark.slow  # compiles twice
+def test_schedules_that_are_searched_again_get_the_slots_they_need():
+    shared = pipelines(schedule="fused", drift=0.0)
+    step = PipelineStep(shared, BOTH)
+    wanted, _ = run(step, shared)
+    shared.planner._plans[(COUNT,)] = greedy(shared)
+    shared.searched_again += 1
+    state, metrics = run(step, shared)
+    assert toy.bits(state.params) == toy.bits(wanted.params)
+    assert [m["pipeline_recompiled"] for m in metrics] == [1.0, 0.0, 0.0]
+    assert [m["pipeline_fused"] for m in metrics] == [1.0] * 3
+    assert [m["pipeline_fallback"] for m in metrics] == [0.0] * 3
 
 
 def test_drift_beyond_the_set_share_searches_again(shared, monkeypatch):

@@ -2,8 +2,9 @@
 
 Devices of a pipeline wait for each other, so one that fails or hangs stops all. What can be done
 then depends on the transport: with the mailbox and with dispatch the step ends in an error, every
-device is free again and the next step works. A collective cannot be left once it is entered: the
-process ends (exit status 70), and a training run goes on from its last save with --resume.
+device is free again and the next step works. A collective cannot be left once it is entered, nor
+can a task that never ends, which would keep the process from ending by itself: then it is ended
+(exit status 70), and a training run goes on from its last save with --resume.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from fuse_jax.fusion.intra_stage import mailbox
 from fuse_jax.fusion.intra_stage.schedule import Schedule, Task, task_of
 
 POLL_S = 0.0005
-DRAIN_S = 30.0  # what a hung task gets to come back, before the process is of no more use
+DRAIN_S = 30.0  # what a hung task gets to come back, before the process is ended
 EXIT_STATUS = 70  # EX_SOFTWARE
+STEP_FAILED = "the pipeline's step failed"
 
 
 class StepError(RuntimeError):
@@ -33,7 +35,7 @@ class StepError(RuntimeError):
     def __init__(self, device: int, task: Task | None, reason: str) -> None:
         self.device, self.task = device, task
         where = f"in {task}" if task else f"on device {device}, before its first task"
-        super().__init__(f"the pipeline's step failed {where}: {reason}")
+        super().__init__(f"{STEP_FAILED} {where}: {reason}")
 
 
 class Flight(Protocol):
@@ -75,7 +77,7 @@ class DispatchFlight:
         name = task_of(self.schedule.graph, task)
         for _, token in self.started:
             if not ready_within(token, DRAIN_S):
-                raise mailbox.DrainError(f"{name} does not come back: end this process")
+                leave(f"{STEP_FAILED} in {name}", f"{reason}, and it does not come back")
         self.started.clear()
         raise StepError(name.device, name, reason)
 
@@ -102,14 +104,17 @@ class MailboxFlight:
             failure = self.program.failure()
             if ended and failure is not None and time.monotonic() > ended[0] + DRAIN_S:
                 task = named(self.schedule, failure.task) or f"device {failure.device}"
-                raise mailbox.DrainError(f"{task} does not come back: end this process")
+                leave(f"{STEP_FAILED} in {task}", f"{failure.reason}, and it does not come back")
 
         errors = settle(self.outputs, stop_others, give_up)
         if not errors:
             return
         failure = self.program.failure()
-        self.program.drain(DRAIN_S)
         assert failure is not None  # set by whoever stopped it
+        try:
+            self.program.drain(DRAIN_S)
+        except mailbox.DrainError as error:
+            leave(f"{STEP_FAILED} on device {failure.device}", f"{failure.reason}; {error}")
         raise StepError(failure.device, named(self.schedule, failure.task), failure.reason)
 
 
@@ -129,8 +134,8 @@ class CollectiveFlight:
     def wait(self) -> None:
         """Return when all devices have ended the step, or end the process, saying where."""
 
-        def leave(place: int, error: Exception) -> None:
-            self._exit(place, first_line(error))
+        def leave_for(place: int, error: Exception) -> None:
+            leave(self._where(place), first_line(error))
 
         started = time.monotonic()
 
@@ -139,30 +144,32 @@ class CollectiveFlight:
             if self.program is not None:
                 still = min(still, *(device.seconds for device in self.program.progress()))
             if still > self.timeout_s:
-                self._exit(None, f"no device has begun a task for {self.timeout_s:g} s")
+                leave(self._where(None), f"no device has begun a task for {self.timeout_s:g} s")
 
-        settle(self.outputs, leave, leave_if_hung)
-
-    def _exit(self, place: int | None, reason: str) -> NoReturn:
-        print(f"error: {self._where(place)}: {reason}", file=sys.stderr)
-        print(
-            "error: devices that wait in a collective cannot be called back: this process ends; "
-            "go on with --resume",
-            file=sys.stderr,
-            flush=True,
-        )
-        sys.stdout.flush()
-        os._exit(EXIT_STATUS)
+        settle(self.outputs, leave_for, leave_if_hung)
 
     def _where(self, place: int | None) -> str:
         if self.program is None:
             at = "" if place is None else f" on mesh device {place}"
-            return f"the pipeline's step failed{at} (no compiler: tasks are not noted)"
+            return f"{STEP_FAILED}{at} (no compiler: tasks are not noted)"
         progress = self.program.progress()
-        # The device that is furthest behind holds up the others.
-        slow = max(progress, key=lambda p: p.seconds) if place is None else progress[place]
+        # The device that is in a task the longest holds up the others, which wait for its result.
+        slow = max(progress, key=lambda p: (p.state == "running", p.seconds))
+        slow = slow if place is None else progress[place]
         task = named(self.schedule, slow.task)
-        return f"the pipeline's step failed in {task or f'device {slow.device}'} (its last task)"
+        return f"{STEP_FAILED} in {task or f'device {slow.device}'} (its last task)"
+
+
+def leave(where: str, reason: str) -> NoReturn:
+    """End the process, saying where and why: some device is in what nothing can end."""
+    print(
+        f"error: {where}: {reason}\n"
+        "error: its devices cannot be called back: this process ends; go on with --resume",
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.stdout.flush()
+    os._exit(EXIT_STATUS)
 
 
 def settle(

@@ -174,6 +174,12 @@ ffi::Error StaleError(const Caller& c) {
                     "mailbox: run " + std::to_string(c.run) + " was given up earlier");
 }
 
+// With the slot locked.
+void Record(const Caller& c) {
+  if (!c.program->recording) return;
+  c.slot->spans.push_back({c.run, c.index, c.task, Seconds(c.slot->since), Seconds(Clock::now())});
+}
+
 void MoveTo(Slot& slot, State state, int32_t task) {
   slot.state = state;
   slot.task = task;
@@ -252,10 +258,7 @@ ffi::Error SendImpl(int64_t id, ffi::AnyBuffer x, Head head, Zero out) {
   {
     std::lock_guard<std::mutex> lock(c.slot->mutex);
     if (Stale(c)) return StaleError(c);
-    if (c.program->recording) {
-      c.slot->spans.push_back(
-          {c.run, c.index, c.task, Seconds(c.slot->since), Seconds(Clock::now())});
-    }
+    Record(c);
     // Still "running": nothing else of this device may be to blame until its next operation.
     c.slot->task = c.task;
   }
@@ -279,6 +282,18 @@ ffi::Error MarkImpl(int64_t id, Head head, Zero out) {
   std::lock_guard<std::mutex> lock(c.slot->mutex);
   if (Stale(c)) return StaleError(c);
   MoveTo(*c.slot, kRunning, c.task);
+  return ffi::Error::Success();
+}
+
+ffi::Error LeaveImpl(int64_t id, ffi::AnyBuffer, Head head, Zero out) {
+  out->typed_data()[0] = 0.0f;
+  Caller c;
+  ffi::Error error = Enter(id, head.typed_data(), &c);
+  if (error.failure()) return error;
+  std::lock_guard<std::mutex> lock(c.slot->mutex);
+  if (Stale(c)) return StaleError(c);
+  Record(c);
+  MoveTo(*c.slot, kDone, c.task);
   return ffi::Error::Success();
 }
 
@@ -330,6 +345,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MailboxSend, SendImpl,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     MailboxMark, MarkImpl,
     ffi::Ffi::Bind().Attr<int64_t>("program").Arg<Head>().Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MailboxLeave, LeaveImpl,
+                              ffi::Ffi::Bind()
+                                  .Attr<int64_t>("program")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Head>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     MailboxFinish, FinishImpl,
     ffi::Ffi::Bind().Attr<int64_t>("program").Arg<Head>().Ret<ffi::Buffer<ffi::F32>>());

@@ -33,6 +33,7 @@ TARGETS = {
     "fuse_jax_mailbox_recv": "MailboxRecv",
     "fuse_jax_mailbox_send": "MailboxSend",
     "fuse_jax_mailbox_mark": "MailboxMark",
+    "fuse_jax_mailbox_leave": "MailboxLeave",
     "fuse_jax_mailbox_finish": "MailboxFinish",
 }
 STATES = ("idle", "waiting", "running", "done")
@@ -236,6 +237,13 @@ def mark(
 ) -> Float[Array, ""]:
     """Note `task` as begun, for a transport that sends by other means. Returns 0.0."""
     return _call("mark", _ZERO, program, _head(run, device, lane, task))
+
+
+def leave(
+    program: Program, x: Array, *, run: Scalar, device: Scalar, lane: Scalar = 0, task: Scalar
+) -> Float[Array, ""]:
+    """Note the end of `task`, marked before, once its result `x` is there. Returns 0.0."""
+    return _call("leave", _ZERO, program, x, _head(run, device, lane, task))
 
 
 def finish(program: Program, *, run: Scalar, device: Scalar, lane: Scalar = 0) -> Float[Array, ""]:

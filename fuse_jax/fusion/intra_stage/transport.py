@@ -132,8 +132,8 @@ class Mailbox:
 class _Ticked:
     """What the two tick transports share: everything but the exchange.
 
-    program: notes which task each device is in, for the message about a device that hangs; None
-    where the mailbox cannot be had.
+    program: notes which task each device is in, for the message about a device that hangs and for
+    the timeline; None where the mailbox cannot be had.
     """
 
     devices: int
@@ -154,7 +154,12 @@ class _Ticked:
         return run, None
 
     def send(self, run: Array, row: Row, result: Array, room: int) -> tuple[Array, Any]:
-        del row
+        if self.program is not None:
+            device, lane = _place()
+            noted = mailbox.leave(
+                self.program, result, run=run, device=device, lane=lane, task=row.task
+            )
+            run = run + noted.astype(run.dtype)
         return run, jnp.pad(result, (0, room - result.size))
 
     def nothing(self, room: int, dtype: Any) -> Any:

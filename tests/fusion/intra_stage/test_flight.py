@@ -40,8 +40,9 @@ class Program:
 
     lanes = 1
 
-    def __init__(self, seconds=(0.0,)):
+    def __init__(self, seconds=(0.0,), states=()):
         self.blamed, self.drained, self.seconds = None, 0, seconds
+        self.states = states or ("running",) * len(seconds)
 
     def blame(self, device, lane, reason):
         self.blamed = self.blamed or mailbox.Failure(device, lane, 3, reason)
@@ -53,7 +54,8 @@ class Program:
         self.drained += 1
 
     def progress(self):
-        return [mailbox.Progress(d, 0, 5, "running", s) for d, s in enumerate(self.seconds)]
+        both = zip(self.states, self.seconds, strict=True)
+        return [mailbox.Progress(d, 0, 5 + d, state, s) for d, (state, s) in enumerate(both)]
 
 
 SCHEDULE = toy.concatenated_1f1b(toy.problem((2, 2), toy.minibatch(3)))
@@ -74,15 +76,45 @@ def test_the_first_device_that_fails_is_blamed_and_all_are_drained():
     assert caught.value.task == flight.named(SCHEDULE, 3)
 
 
-def test_a_device_that_never_comes_back_is_named_too(monkeypatch):
-    monkeypatch.setattr(flight, "DRAIN_S", 0.05)
-    parts = outputs(Part(None), Part(1, "INTERNAL: burnt"))
-    with pytest.raises(mailbox.DrainError, match="does not come back"):
-        flight.MailboxFlight(SCHEDULE, parts, Program()).wait()
-
-
 class EndedError(Exception):
     """In place of the end of the process."""
+
+
+@pytest.fixture
+def ending(monkeypatch):
+    def leave(status):
+        raise EndedError(status)
+
+    monkeypatch.setattr(flight.os, "_exit", leave)
+    monkeypatch.setattr(flight, "DRAIN_S", 0.05)
+
+
+def test_a_device_that_never_comes_back_ends_the_process(ending, capsys):
+    parts = outputs(Part(None), Part(1, "INTERNAL: burnt"))
+    with pytest.raises(EndedError, match=str(flight.EXIT_STATUS)):
+        flight.MailboxFlight(SCHEDULE, parts, Program()).wait()
+    told = capsys.readouterr().err
+    assert "INTERNAL: burnt, and it does not come back" in told and "--resume" in told
+    assert str(flight.named(SCHEDULE, 3)) in told
+
+
+def test_so_does_a_mailbox_in_which_devices_still_wait(ending, monkeypatch, capsys):
+    def drain(program, timeout_s):
+        raise mailbox.DrainError("operations still wait")
+
+    monkeypatch.setattr(Program, "drain", drain)
+    with pytest.raises(EndedError, match=str(flight.EXIT_STATUS)):
+        flight.MailboxFlight(SCHEDULE, outputs(Part(1, "INTERNAL: burnt")), Program()).wait()
+    assert "burnt; operations still wait" in capsys.readouterr().err
+
+
+def test_a_dispatched_task_that_never_ends_ends_the_process(ending, capsys):
+    started = [flight.Started(2, Part(0)), flight.Started(3, Part(None))]
+    with pytest.raises(EndedError, match=str(flight.EXIT_STATUS)):
+        flight.DispatchFlight(SCHEDULE, started, 0.02).wait()
+    told = capsys.readouterr().err
+    assert "no end after 0.02 s, and it does not come back" in told and "--resume" in told
+    assert str(flight.named(SCHEDULE, 3)) in told
 
 
 @pytest.mark.parametrize(
@@ -92,16 +124,20 @@ class EndedError(Exception):
         ((Part(None), Part(1)), "no device has begun a task for 0.05 s"),
     ],
 )
-def test_collectives_end_the_process_with_the_last_task(monkeypatch, capsys, parts, words):
-    def leave(status):
-        raise EndedError(status)
-
-    monkeypatch.setattr(flight.os, "_exit", leave)
+def test_collectives_end_the_process_with_the_last_task(ending, capsys, parts, words):
     made = flight.CollectiveFlight(SCHEDULE, outputs(*parts), Program((9.0, 8.0)), 0.05)
     with pytest.raises(EndedError, match=str(flight.EXIT_STATUS)):
         made.wait()
     told = capsys.readouterr().err
-    assert words in told and str(flight.named(SCHEDULE, 5)) in told and "--resume" in told
+    task = 6 if "burnt" in words else 5  # the one that failed, or the longest
+    assert words in told and str(flight.named(SCHEDULE, task)) in told and "--resume" in told
+
+
+def test_a_device_that_waits_for_another_is_not_blamed(ending, capsys):
+    program = Program((9.0, 8.0), ("done", "running"))
+    with pytest.raises(EndedError):
+        flight.CollectiveFlight(SCHEDULE, outputs(Part(None), Part(None)), program, 0.05).wait()
+    assert str(flight.named(SCHEDULE, 6)) in capsys.readouterr().err
 
 
 def test_a_step_may_be_long_while_devices_begin_tasks():
