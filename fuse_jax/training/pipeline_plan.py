@@ -24,7 +24,8 @@ from fuse_jax.fusion.intra_stage.schedule import Schedule
 from fuse_jax.training.pipeline_profile import TaskTimes
 
 Transport = Literal["mailbox", "dispatch", "pair", "ring"]
-# In the order of preference where they are predicted alike.
+# What a schedule takes under each transport; in the order of preference where they are predicted
+# alike.
 COSTS: dict[Transport, CostModel] = {
     "mailbox": "ideal",
     "dispatch": "ideal",

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fuse_jax.fusion.intra_stage import mailbox
-from fuse_jax.fusion.intra_stage.cost import CostModel
 from fuse_jax.fusion.intra_stage.tables import Row
 
 AXES = ("pipe", "data", "tensor")
@@ -46,12 +45,8 @@ class Transport(Protocol):
     """See the page above. `run` is an int32 that each operation takes and hands on, so that a
     device's operations keep their order.
 
-    cost_model: of `cost.COST_MODELS`, what a schedule's time is under this transport. ticked:
-    whether steps are ticks (see `tables.py`).
+    ticked: whether steps are ticks (see `tables.py`).
     """
-
-    @property
-    def cost_model(self) -> CostModel: ...
 
     @property
     def ticked(self) -> bool: ...
@@ -86,7 +81,6 @@ class Mailbox:
     """Messages by C++ operations in the process (`mailbox.py`); made for one executable."""
 
     program: mailbox.Program
-    cost_model: CostModel = "ideal"
     ticked: bool = False
 
     def begin(self) -> Array:
@@ -174,8 +168,6 @@ class _Ticked:
 class Pair(_Ticked):
     """Grouped all-gathers of neighbours that exchange something in this tick."""
 
-    cost_model: CostModel = "rendezvous"
-
     def __post_init__(self) -> None:
         if self.devices > 1 and self.devices % 2:
             raise ValueError(
@@ -209,8 +201,6 @@ class Pair(_Ticked):
 @dataclass(frozen=True)
 class Ring(_Ticked):
     """Two permutes a tick, one up and one down, of all devices."""
-
-    cost_model: CostModel = "lockstep"
 
     def exchange(self, row: Row, sent: Any) -> Arrivals | None:
         del row
