@@ -71,3 +71,14 @@ def test_choose_and_when_are_decided_now_or_by_the_device():
         assert (
             jax.jit(lambda f: choose(f, lambda x: 2 * x, lambda x: x, 3))(np.bool_(flag)) == wanted
         )
+
+
+def test_what_is_only_read_is_not_computed_before_it_is_known_to_be_wanted():
+    """XLA moves what is the same in every turn out of a loop, of one that has no turn too."""
+
+    def add_product(total, x):
+        return (total + jnp.sum(x @ x),)
+
+    run = jax.jit(lambda flag, x: when(flag, add_product, jnp.float32(0), given=(x,)))
+    text = run.lower(np.bool_(True), np.ones((8, 8), np.float32)).compile().as_text()
+    assert " dot(" in text and " dot(" not in text[text.index("ENTRY ") :]
