@@ -49,11 +49,12 @@ from fuse_jax.fusion.inter_stage.instances import (
     instance_rollout,
     to_host,
 )
+from fuse_jax.fusion.inter_stage.job import Job, Outcome
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.measure import measure_costs, warm_up
 from fuse_jax.fusion.inter_stage.plot import plot_timeline
 from fuse_jax.fusion.inter_stage.policy import SERIAL, Plan
-from fuse_jax.fusion.inter_stage.runtime import Job, Outcome, run
+from fuse_jax.fusion.inter_stage.runtime import run
 from fuse_jax.fusion.inter_stage.simulator import simulate
 from fuse_jax.fusion.inter_stage.spans import figures
 from fuse_jax.fusion.inter_stage.workload import Workload

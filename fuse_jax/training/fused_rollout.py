@@ -26,11 +26,11 @@ from fuse_jax.fusion.inter_stage.instances import (
     geometry_of,
     instance_rollout,
 )
+from fuse_jax.fusion.inter_stage.job import Job, Outcome
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory, PromptLengths
 from fuse_jax.fusion.inter_stage.measure import measure_costs, warm_up
 from fuse_jax.fusion.inter_stage.plot import plot_timeline
 from fuse_jax.fusion.inter_stage.policy import Plan, Way
-from fuse_jax.fusion.inter_stage.runtime import Job, Outcome
 from fuse_jax.fusion.inter_stage.runtime import run as run_fused
 from fuse_jax.fusion.inter_stage.spans import figures
 from fuse_jax.placement.mesh import row_shards

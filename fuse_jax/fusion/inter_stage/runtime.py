@@ -12,86 +12,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from absl import logging
 
 from fuse_jax.fusion.inter_stage import migration, policy
 from fuse_jax.fusion.inter_stage.costs import Costs, Geometry
 from fuse_jax.fusion.inter_stage.instances import Instance, geometry_of
+from fuse_jax.fusion.inter_stage.job import Counts, Job, Outcome
 from fuse_jax.fusion.inter_stage.lane import Lane, Unit
-from fuse_jax.fusion.inter_stage.lengths import LengthHistory
-from fuse_jax.fusion.inter_stage.policy import Plan
 from fuse_jax.fusion.inter_stage.readiness import Readiness
 from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch
 from fuse_jax.fusion.inter_stage.timeline import Timeline
-from fuse_jax.rollout.batcher import Progress, Request, RolloutStats, check_request
+from fuse_jax.rollout.batcher import Progress, Request, check_request
 from fuse_jax.samples import Sample
-from fuse_jax.scoring.columns import Model, Role, Scored
+from fuse_jax.scoring.columns import Scored
 from fuse_jax.scoring.reward_function import RewardResult
-from fuse_jax.scoring.sample_rewards import TextRewards
 
 # Seconds between two looks at the devices while nothing changes: short at first, then longer. While
 # prompts wait for slots a chunk is read before the next is launched, and a device waits for it.
 SHORT_PAUSES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
 T = TypeVar("T")
-
-
-@dataclass
-class Counts:
-    """What happened in one iteration.
-
-    `migrated` live samples moved; `rerun` samples started again after their instance failed;
-    `failed` instances given up; `batches` scoring batches, with `padding_rows` in all;
-    `scheduler_s` seconds the controller took for itself, `dispatch_s` in calls that dispatch to
-    devices or read from them (moving arrays and weights, starting programs); the rest it slept.
-    """
-
-    migrated: int = 0
-    rerun: int = 0
-    failed: int = 0
-    batches: int = 0
-    padding_rows: int = 0
-    scheduler_s: float = 0.0
-    dispatch_s: float = 0.0
-
-
-@dataclass
-class Outcome:
-    """One scored sample a request, in the order of the requests.
-
-    `rewards` are those of the reward function, None without one. `rollout` has the counts of each
-    instance. `generation_ms`: when the last sample was read; `total_ms`: when everything was there.
-    """
-
-    samples: list[Sample]
-    scored: list[Scored]
-    rewards: list[RewardResult] | None
-    rollout: list[RolloutStats]
-    timeline: Timeline
-    counts: Counts
-    generation_ms: float = 0.0
-    total_ms: float = 0.0
-
-
-@dataclass
-class Job:
-    """What an iteration is to do.
-
-    `models` are those that generation ("actor") and the instances' columns read, on any devices or
-    on the host. `predicted` response lengths, one a request, spread the load; () = all alike.
-    """
-
-    requests: Sequence[Request]
-    models: Mapping[Role, Model]
-    seed_key: Any
-    plan: Plan
-    costs: Costs
-    history: LengthHistory = field(default_factory=LengthHistory)
-    predicted: Sequence[float] = ()
-    text_rewards: TextRewards | None = None
 
 
 def run(instances: Sequence[Instance], job: Job) -> Outcome:

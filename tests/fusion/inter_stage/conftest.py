@@ -17,7 +17,7 @@ from fuse_jax.buckets import Bucket
 from fuse_jax.config import MeshConfig, RolloutConfig
 from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable
 from fuse_jax.fusion.inter_stage.instances import Instance, cut_mesh, instance_rollout
-from fuse_jax.fusion.inter_stage.runtime import Job
+from fuse_jax.fusion.inter_stage.job import Job
 from fuse_jax.models import transformer
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.placement.mesh import make_mesh

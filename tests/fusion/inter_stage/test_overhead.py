@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 
 import jax
 import numpy as np
 import pytest
 
 from fuse_jax.benchmarks import paced
+from fuse_jax.buckets import Bucket
 from fuse_jax.fusion.inter_stage import lane as lanes
 from fuse_jax.fusion.inter_stage import migration, runtime
+from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable, Geometry
 from fuse_jax.fusion.inter_stage.lane import Lane
 from fuse_jax.fusion.inter_stage.policy import Move, Plan
 from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch
@@ -77,6 +80,51 @@ def test_giving_up_within_a_step_is_the_controllers_own(world, slowed, monkeypat
     outcome = runtime.run(world.instances, world.job(world.requests(8), HANDOFF))
     assert outcome.counts.failed == 1 and calls
     assert 0.1 * len(calls) <= outcome.counts.scheduler_s <= outcome.total_ms / 1e3 + 0.1
+
+
+def test_a_run_is_the_controllers_own_dispatching_and_sleep(world):
+    controller = runtime.Controller(world.instances, world.job(world.requests(8), HANDOFF))
+    counts = controller.run().counts
+    assert counts.dispatch_s == controller.calls.seconds > 0 and counts.scheduler_s > 0
+    asleep = controller.asleep.seconds
+    total = counts.scheduler_s + counts.dispatch_s + asleep
+    assert asleep > 0 and total <= controller.timeline.now() / 1e3 + 0.1
+
+
+def test_devices_with_work_ahead_are_looked_at_less_often():
+    geometry = Geometry(2, 4, 8, 4, (Bucket(44, 2),), ("values",))
+
+    def pauses(step: float, score: float) -> tuple[float, ...]:
+        costs = Costs(DecodeTable((1,), (16,), ((step,),)), {16: 1.0}, {"values": (score,)})
+        return runtime.long_pauses(costs, geometry)
+
+    assert pauses(6.0, 96.0) == (3e-3, 6e-3)  # an eighth of a chunk of 48 ms
+    assert pauses(12.0, 40.0) == (2.5e-3, 5e-3)  # or of a scoring batch
+    assert pauses(1e3, 1e4)[-1] == 1e-2
+    short = pauses(0.1, 0.1)
+    assert short[0] == 1e-4 and 1.6e-3 < short[-1] <= 3.2e-3
+
+
+class Slow:
+    """Stands for an array: ready when told."""
+
+    ready = False
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+
+def test_a_timeline_tells_where_something_ended_and_lets_go_of_it():
+    timeline, arrays = Timeline(3), [Slow() for _ in range(4)]
+    for instance, array in zip((0, 1, 1, 2), arrays, strict=True):
+        timeline.dispatched(instance, "decode", array, 1)  # type: ignore[arg-type]
+    assert timeline.settle() == [] and timeline.records == []
+    arrays[1].ready = arrays[3].ready = True
+    assert timeline.settle() == [1, 2] and timeline.settle() == []
+    assert [record.span.instance for record in timeline.records] == [1, 2]
+    gone = weakref.ref(arrays.pop())
+    del array
+    assert gone() is None  # it may be a cache
 
 
 def test_one_watch_within_another_counts_once():
