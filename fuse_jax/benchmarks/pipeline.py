@@ -20,7 +20,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,17 @@ LENGTH, PROMPT, VOCABULARY = 8, 2, 37
 # What a schedule needs before its step (tables, placement), which a training run does while the
 # step before it is under way; then the step, giving gradients.
 Run = Callable[[Schedule], Callable[[], Any]]
+
+
+class Work(NamedTuple):
+    """What is measured: the gradients of a mini-batch, by paced stages."""
+
+    planner: Planner
+    hp: HyperParameters
+    mesh: Mesh
+    stages: dict[str, StageFunctions]
+    params: dict[str, Any]
+    minibatch: Minibatch
 
 
 def main(argv: Sequence[str]) -> None:
@@ -93,10 +104,10 @@ def measure(
         "fused": planner.plan([micro_batches]),
         "serial": planner.serial(BOTH, [micro_batches]),
     }
-    mesh = pipeline_mesh(devices)
-    make = dispatched if transport == "dispatch" else compiled
     stages = {name: paced(functions, paces[name]) for name, functions in model_stages(hp).items()}
-    run, temp_bytes, compile_s = make(planner, hp, mesh, stages, params, minibatch)
+    make = dispatched if transport == "dispatch" else compiled
+    work = Work(planner, hp, pipeline_mesh(devices), stages, params, minibatch)
+    run, temp_bytes, compile_s = make(work)
     lines = []
     for name, plan in plans.items():
         step = run(plan.schedule)
@@ -157,15 +168,9 @@ def no_time(x: Array) -> Array:
     return 0.0 * jnp.sum(square @ square)
 
 
-def compiled(
-    planner: Planner,
-    hp: HyperParameters,
-    mesh: Mesh,
-    stages: dict[str, StageFunctions],
-    params: dict[str, Any],
-    minibatch: Minibatch,
-) -> tuple[Run, int, float]:
+def compiled(work: Work) -> tuple[Run, int, float]:
     """Gradients by one program; its memory beyond its arguments, and the seconds to make it."""
+    planner, hp, mesh, stages, params, minibatch = work
     name: Any = planner.settings.transport
     link = make_transport(name, planner.devices)
     layout = make_layout(planner, BOTH, minibatch, ticked=link.ticked)
@@ -186,16 +191,9 @@ def compiled(
     return run, 0 if memory is None else int(memory.temp_size_in_bytes), compile_s
 
 
-def dispatched(
-    planner: Planner,
-    hp: HyperParameters,
-    mesh: Mesh,
-    stages: dict[str, StageFunctions],
-    params: dict[str, Any],
-    minibatch: Minibatch,
-) -> tuple[Run, None, None]:
+def dispatched(work: Work) -> tuple[Run, None, None]:
     """Gradients by tasks that the host dispatches."""
-    del hp
+    planner, _, mesh, stages, params, minibatch = work
     pipelines = trained_pipelines(planner.problem(counts(minibatch)))
     dispatch = Dispatch(pipelines, mesh, stages)
     dealt = {n: deal_micro_batches(counts(minibatch), p.replicas) for n, p in pipelines}
