@@ -8,12 +8,11 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from fuse_jax.fusion.chart import DPI, INK, MUTED, RULE, plain, write
 from fuse_jax.fusion.inter_stage.choose import Predictor, keeps, knee_keep, thresholds
-from fuse_jax.fusion.inter_stage.plot import DPI, INK, MUTED, RULE
 from fuse_jax.fusion.inter_stage.policy import SERIAL, Plan, admission
 from fuse_jax.fusion.inter_stage.spans import ms_text
 
@@ -78,7 +77,7 @@ def plot_sweep(found: Sweep, path: str | Path, *, title: str = "inter-stage fusi
     figure.text(0.05, 0.955, title, fontsize=14, color=INK, weight="bold", va="center")
     _draw_lines(lines, found)
     _draw_grid(grid, found)
-    FigureCanvasAgg(figure).print_png(str(path))
+    write(figure, path)
 
 
 def _draw_lines(axis, found: Sweep) -> None:
@@ -107,9 +106,8 @@ def _draw_lines(axis, found: Sweep) -> None:
     axis.set_ylabel("generation and scoring (ms)", color=MUTED)
     axis.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=2, loc="upper left")
     axis.grid(color=RULE, lw=0.5)
-    axis.set_axisbelow(True)
     axis.yaxis.set_major_formatter("{x:,.10g}")
-    _bare(axis)
+    plain(axis)
 
 
 def _draw_grid(axis, found: Sweep) -> None:
@@ -133,13 +131,7 @@ def _draw_grid(axis, found: Sweep) -> None:
         "speed over serial by R_t and m (blank: more than m admit)", loc="left", fontsize=9.5,
         color=MUTED,
     )  # fmt: skip
-    _bare(axis)
-
-
-def _bare(axis) -> None:
-    for side in ("top", "right", "left", "bottom"):
-        axis.spines[side].set_visible(False)
-    axis.tick_params(length=0, labelsize=8.5, colors=MUTED)
+    plain(axis)
 
 
 def sweep_rows(found: Sweep) -> list[Sequence[str]]:

@@ -12,18 +12,34 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D, IdentityTransform
 
+from fuse_jax.fusion.chart import (
+    BAR_HEIGHT,
+    CAPTION,
+    DPI,
+    INK,
+    MUTED,
+    RIGHT,
+    RULE,
+    WIDTH,
+    bars,
+    headline,
+    mark_bound,
+    plain,
+    share_time_axis,
+    stack,
+    write,
+)
 from fuse_jax.fusion.intra_stage.memory import memory_curves
 from fuse_jax.fusion.intra_stage.problem import KINDS, MODELS, TICKS_PER_MS
 from fuse_jax.fusion.intra_stage.schedule import Schedule
 
-INK, MUTED, RULE, BUBBLE = "#1b1f24", "#667080", "#d5dae1", "#f4f5f7"
+BUBBLE = "#f4f5f7"
 COLORS = {
     ("actor", "F"): "#a9d0f7",
     ("actor", "B"): "#2f7bd0",
@@ -32,9 +48,6 @@ COLORS = {
     ("critic", "B"): "#ec7f22",
     ("critic", "W"): "#93400c",
 }
-BAR_HEIGHT = 0.84
-WIDTH, DPI = 20.0, 160  # inches, and dots an inch: 32 devices x 64 micro-batches still resolve
-_LEFT, _RIGHT = 0.72, 0.28  # inches beside the axes
 
 
 def plot_schedule(
@@ -58,29 +71,22 @@ def plot_schedule(
     charts = [list(serial), [schedule]] if serial else [[schedule]]
     rows = schedule.problem.devices
     row = float(np.clip(6.4 / rows, 0.2, 0.42)) * (0.8 if serial else 1.0)
-    figure, axes = _stack([row * rows] * len(charts) + [1.75], header=0.78)
+    figure, axes = stack([row * rows] * len(charts) + [1.75], header=0.78)
     # One tick where nothing takes time: an axis needs some length.
     longest = max(1 / TICKS_PER_MS, *(_length(runs, cost_model) for runs in charts))
     for runs, axis in zip(charts, axes):
         draw_gantt(axis, runs, longest, cost_model)
     if serial:
-        axes[0].set_title(_caption(serial, cost_model), **_CAPTION)
+        axes[0].set_title(_caption(serial, cost_model), **CAPTION)
     fused = axes[-2]
-    fused.set_title(_fused_caption(schedule, serial, cost_model, bound), **_CAPTION)
+    fused.set_title(_fused_caption(schedule, serial, cost_model, bound), **CAPTION)
     if bound is not None:
-        fused.axvline(bound, color="white", lw=2.6, zorder=4)
-        fused.axvline(bound, color=INK, lw=1.1, ls=(0, (4, 2)), zorder=4)
+        mark_bound(fused, bound)
     draw_memory(axes[-1], schedule, cost_model, serial)
     axes[-1].set_xlim(0, longest)
-    for axis in axes:
-        axis.tick_params(labelbottom=axis is axes[-1])
-    axes[-1].xaxis.set_major_formatter("{x:,.10g}")
-    axes[-1].set_xlabel("time (ms)", color=MUTED)
+    share_time_axis(axes)
     _header(figure, schedule, charts)
-    FigureCanvasAgg(figure).print_png(str(path))
-
-
-_CAPTION = {"loc": "left", "fontsize": 9.5, "color": MUTED, "pad": 4}
+    write(figure, path)
 
 
 def plot_timelines(
@@ -92,7 +98,7 @@ def plot_timelines(
     """
     rows = schedule.problem.devices
     row = float(np.clip(6.4 / rows, 0.2, 0.42))
-    figure, axes = _stack([row * rows] * len(timelines), header=0.4)
+    figure, axes = stack([row * rows] * len(timelines), header=0.4)
     longest = max(1 / TICKS_PER_MS, *(float(np.nanmax(end)) for _, end in timelines.values()))
     for axis, (caption, (start, end)) in zip(axes, timelines.items()):
         _frame(axis, rows, longest, float(np.nanmax(end)))
@@ -100,10 +106,9 @@ def plot_timelines(
         here, until = np.where(ran, start, -1.0), np.where(ran, end, -1.0)  # off the chart
         _draw_bars(axis, schedule, here, until)
         _number_bars(axis, schedule, here, until)
-        axis.set_title(caption, **_CAPTION)
-    axes[-1].xaxis.set_major_formatter("{x:,.10g}")
-    axes[-1].set_xlabel("time (ms)", color=MUTED)
-    FigureCanvasAgg(figure).print_png(str(path))
+        axis.set_title(caption, **CAPTION)
+    share_time_axis(axes)
+    write(figure, path)
 
 
 def draw_gantt(
@@ -125,9 +130,9 @@ def _frame(axis: Axes, devices: int, until: float, span: float) -> None:
     """The empty chart of 0 to `until` ms, of which `span` is bubble where nothing is drawn."""
     axis.set_xlim(0, until)
     axis.set_ylim(devices - 0.5, -0.5)
-    floor = [_box(0, span, device, BAR_HEIGHT) for device in range(devices)]
-    _fill(axis, floor, BUBBLE, zorder=1)
-    _style(axis)
+    row = np.arange(devices)
+    _fill(axis, bars(0.0 * row, span + 0.0 * row, row), BUBBLE, zorder=1)
+    plain(axis)
     axis.set_yticks(range(devices))
     axis.set_ylabel("device", color=MUTED)
 
@@ -138,7 +143,7 @@ def _draw_bars(axis: Axes, schedule: Schedule, start: np.ndarray, end: np.ndarra
         picked = np.flatnonzero(
             (graph.model == MODELS.index(model)) & (graph.kind == KINDS.index(kind))
         )
-        boxes = _boxes(start[picked], end[picked], graph.device[picked])
+        boxes = bars(start[picked], end[picked], graph.device[picked])
         _fill(axis, boxes, color, zorder=2, edge="white")
 
 
@@ -147,7 +152,7 @@ def _mark_chunks(axis: Axes, schedule: Schedule, start: np.ndarray, end: np.ndar
     graph = schedule.graph
     for line in range(int(graph.chunk.max(initial=0))):
         picked = np.flatnonzero(graph.chunk > line)
-        boxes = _boxes(start[picked], end[picked], graph.device[picked])
+        boxes = bars(start[picked], end[picked], graph.device[picked])
         foot = boxes[:, 2:, 1].copy() - 0.13 * line * BAR_HEIGHT
         boxes[:, :2, 1], boxes[:, 2:, 1] = foot - 0.07 * BAR_HEIGHT, foot
         _fill(axis, boxes, INK, zorder=2.5)
@@ -176,10 +181,10 @@ def draw_memory(
     axis.set_title(
         f"activation memory of device {device} (the highest peak: {schedule.peak_memory:.4g}), "
         "by model; hairlines: the other devices",
-        **_CAPTION,
+        **CAPTION,
     )
     axis.set_ylabel("memory", color=MUTED)
-    _style(axis)
+    plain(axis)
     axis.grid(axis="y", color=RULE, lw=0.5)
 
 
@@ -240,20 +245,6 @@ def _number(axis: Axes, schedule: Schedule, own, start, end, size: float) -> Non
         axis.add_collection(numbers)
 
 
-def _stack(heights: Sequence[float], header: float) -> tuple[Figure, list[Axes]]:
-    """A figure with axes of these heights (inches) one above the other."""
-    gap, foot = 0.34, 0.5
-    total = header + sum(heights) + gap * (len(heights) - 1) + foot
-    figure = Figure(figsize=(WIDTH, total), dpi=DPI, facecolor="white")
-    axes, top = [], total - header
-    for height in heights:
-        top -= height
-        frame = (_LEFT / WIDTH, top / total, (WIDTH - _LEFT - _RIGHT) / WIDTH, height / total)
-        axes.append(figure.add_axes(frame))
-        top -= gap
-    return figure, axes
-
-
 def _caption(runs: Sequence[Schedule], cost_model: str) -> str:
     """The line over a serial chart: length, bubble, memory."""
     peak = max(run.peak_memory for run in runs)
@@ -293,7 +284,7 @@ def _header(figure: Figure, schedule: Schedule, charts: Sequence[Sequence[Schedu
     height = figure.get_figheight()
     title = schedule.problem.name or "actor and critic, fused"
     y = 1 - 0.26 / height
-    figure.text(_LEFT / WIDTH, y, title, fontsize=14, color=INK, weight="bold", va="center")
+    headline(figure, title)
     present = {
         (MODELS[model], KINDS[kind])
         for runs in charts
@@ -310,7 +301,7 @@ def _header(figure: Figure, schedule: Schedule, charts: Sequence[Sequence[Schedu
         patches.append(Patch(facecolor=INK, label="foot line: later chunk"))
     figure.legend(
         handles=patches, ncols=len(patches), loc="center right", frameon=False, fontsize=10,
-        bbox_to_anchor=(1 - _RIGHT / WIDTH + 0.004, y), labelcolor=INK, handlelength=1.2,
+        bbox_to_anchor=(1 - RIGHT / WIDTH + 0.004, y), labelcolor=INK, handlelength=1.2,
         handleheight=1.0, columnspacing=1.3, handletextpad=0.45,
     )  # fmt: skip
 
@@ -319,24 +310,3 @@ def _fill(axis: Axes, boxes: Any, color: str, zorder: float, edge: str = "none")
     """Draw many boxes [n, 4, 2] in one colour."""
     style = {"facecolors": color, "edgecolors": edge, "linewidths": 0.35}
     axis.add_collection(PolyCollection(boxes, zorder=zorder, **style))
-
-
-def _boxes(start: np.ndarray, end: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """Corners of bars, float64 [n, 4, 2]."""
-    low, high = row - BAR_HEIGHT / 2, row + BAR_HEIGHT / 2
-    x = np.stack([start, end, end, start], axis=1)
-    y = np.stack([low, low, high, high], axis=1)
-    return np.stack([x, y], axis=2)
-
-
-def _box(start: float, end: float, row: int, height: float) -> list[tuple[float, float]]:
-    low, high = row - height / 2, row + height / 2
-    return [(start, low), (end, low), (end, high), (start, high)]
-
-
-def _style(axis: Axes) -> None:
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-    axis.spines["bottom"].set_color(RULE)
-    axis.tick_params(length=0, labelsize=8.5, colors=MUTED)
-    axis.set_axisbelow(True)

@@ -11,6 +11,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from random_schedules import draw_orders, draw_problem, rows_of
 
+from fuse_jax.fusion.chart import stack
 from fuse_jax.fusion.intra_stage import plot
 from fuse_jax.fusion.intra_stage.memory import memory_curves
 from fuse_jax.fusion.intra_stage.problem import Problem
@@ -82,14 +83,13 @@ def pixel(image, axis, x, y):
 def captured_plot(schedule, path, monkeypatch, **options):
     """Draw, and give back the picture with the axes it was made of."""
     kept = []
-    stack = plot._stack
 
     def keep(heights, header):
         figure, axes = stack(heights, header)
         kept.append(axes)
         return figure, axes
 
-    monkeypatch.setattr(plot, "_stack", keep)
+    monkeypatch.setattr(plot, "stack", keep)
     plot.plot_schedule(schedule, path, **options)
     return imread(path), kept[0]
 
