@@ -646,4 +646,91 @@ INTER_STAGE = [
     ),
 ]
 
-MUTANTS = [*RL, *ROLLOUT, *SCORING, *TRAINING, *INTER_STAGE]
+INTRA_STAGE = [
+    Mutant(
+        "what a stage does not want is computed all the same",
+        "fuse_jax/fusion/intra_stage/control.py",
+        "carried, read, _ = lax.optimization_barrier((carried, given, number))",
+        "read = given",
+        (
+            "tests/fusion/intra_stage/test_stages.py::test_what_is_only_read_is_not_computed_before_it_is_known_to_be_wanted",
+        ),
+    ),
+    Mutant(
+        "every stage computes the head",
+        "fuse_jax/fusion/intra_stage/stages.py",
+        "when(last, loss_part, ends, metrics, dy, given=(y,))",
+        "when(last, lambda *s: loss_part(*s, y), ends, metrics, dy)",
+        (
+            "tests/training/test_pipeline_gradients.py::test_a_device_computes_nothing_that_is_not_its_own",
+        ),
+    ),
+    Mutant(
+        "a stage forgets the gradients it had",
+        "fuse_jax/fusion/intra_stage/stages.py",
+        "Sums(Weights(_add(blocks, by_blocks), ends), metrics)",
+        "Sums(Weights(by_blocks, ends), metrics)",
+        (
+            "tests/fusion/intra_stage/test_dispatch.py::test_two_schedules_give_the_same_bits_close_to_the_serial_path",
+        ),
+    ),
+    Mutant(
+        "a tied embedding is counted twice",
+        "fuse_jax/fusion/intra_stage/stages.py",
+        ".add(dx.astype(table.dtype))",
+        ".add(2 * dx.astype(table.dtype))",
+        ("tests/fusion/intra_stage/test_stages.py::test_stages_give_the_whole_models_gradient",),
+    ),
+    Mutant(
+        "each stage's gradient is clipped by itself",
+        "fuse_jax/fusion/intra_stage/executor.py",
+        "lambda leaf: leaf.sum(axis=0), ends)",
+        "lambda leaf: jnp.clip(leaf, -0.01, 0.01).sum(axis=0), ends)",
+        (
+            "tests/fusion/intra_stage/test_dispatch.py::test_two_schedules_give_the_same_bits_close_to_the_serial_path",
+        ),
+    ),
+    Mutant(
+        "a slot is dealt again in the step that still reads it",
+        "fuse_jax/fusion/intra_stage/tables.py",
+        "if until < first]",
+        "if until <= first]",
+        ("tests/fusion/intra_stage/test_tables.py::test_every_task_runs_once_on_its_own_messages",),
+    ),
+    Mutant(
+        "a device runs its tasks in the order of their ids",
+        "fuse_jax/fusion/intra_stage/tables.py",
+        "for at, task in enumerate(row)}",
+        "for at, task in enumerate(sorted(row))}",
+        ("tests/fusion/intra_stage/test_tables.py::test_every_task_runs_once_on_its_own_messages",),
+    ),
+    Mutant(
+        "empty micro-batches are run",
+        "fuse_jax/fusion/intra_stage/tables.py",
+        "[[task for task in row if self.place(task)[0] >= 0] for row in orders]",
+        "[list(row) for row in orders]",
+        (
+            "tests/fusion/intra_stage/test_tables.py::test_a_model_alone_and_empty_micro_batches_in_the_middle",
+        ),
+    ),
+    Mutant(
+        "a device that waits is blamed",
+        "fuse_jax/fusion/intra_stage/flight.py",
+        'key=lambda p: (p.state == "running", p.seconds)',
+        "key=lambda p: p.seconds",
+        (
+            "tests/fusion/intra_stage/test_flight.py::test_a_device_that_waits_for_another_is_not_blamed",
+        ),
+    ),
+    Mutant(
+        "a task that never ends leaves a process that never ends",
+        "fuse_jax/fusion/intra_stage/flight.py",
+        'leave(f"{STEP_FAILED} in {name}", f"{reason}, and it does not come back")',
+        "break",
+        (
+            "tests/fusion/intra_stage/test_flight.py::test_a_dispatched_task_that_never_ends_ends_the_process",
+        ),
+    ),
+]
+
+MUTANTS = [*RL, *ROLLOUT, *SCORING, *TRAINING, *INTER_STAGE, *INTRA_STAGE]

@@ -1,12 +1,12 @@
 """The compiled pipeline against the serial gradients, which define the numbers."""
 
 import dataclasses
-import re
 
 import jax
 import numpy as np
 import pipeline_toy as toy
 import pytest
+from program_text import COLLECTIVE, MATRIX_PRODUCT, by_depth
 
 from fuse_jax.fusion.intra_stage import mailbox
 from fuse_jax.fusion.intra_stage.baselines import concatenated_1f1b
@@ -80,39 +80,6 @@ def test_a_device_computes_nothing_that_is_not_its_own(program, three_axes):
     words = str(three_axes.hp.actor.vocab_size)
     of_head = {depth for sizes, depth in found if words in sizes.split(",")}
     assert of_head == {3}  # and the last stage
-
-
-COLLECTIVE = re.compile(
-    r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
-)
-MATRIX_PRODUCT = re.compile(r"= \w+\[([\d,]*)\]\S* dot\(")
-
-
-def by_depth(text, pattern):
-    """How often a pattern's group stands in a program, by (group, depth of loops and branches)."""
-    bodies, name = {}, ""
-    for line in text.splitlines():
-        start = re.match(r"^(ENTRY )?%?([\w.\-]+) .*\{$", line)
-        if start:
-            name = "ENTRY" if start[1] else start[2]
-        bodies.setdefault(name, []).append(line)
-    found = {}
-    nested = re.compile(r"(?:body|true_computation|false_computation)=%?([\w.\-]+)")
-    inline = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
-
-    def visit(name, depth):
-        for line in bodies[name]:
-            for match in pattern.finditer(line):
-                found[match[1], depth] = found.get((match[1], depth), 0) + 1
-            branches = re.search(r"branch_computations=\{([^}]*)\}", line)
-            inner = nested.findall(line) + re.findall(r"[\w.\-]+", branches[1] if branches else "")
-            for other in inner:
-                visit(other, depth + 1)
-            for other in inline.findall(line):
-                visit(other, depth)
-
-    visit("ENTRY", 0)
-    return found
 
 
 def test_the_programs_size_does_not_depend_on_micro_batches_or_devices():

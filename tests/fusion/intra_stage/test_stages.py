@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pipeline_toy as toy
 import pytest
+from program_text import MATRIX_PRODUCT, by_depth
 
 from fuse_jax.fusion.intra_stage.control import choose, when
 from fuse_jax.fusion.intra_stage.stages import Weights, join_params, make_stages, split_params
@@ -81,4 +82,4 @@ def test_what_is_only_read_is_not_computed_before_it_is_known_to_be_wanted():
 
     run = jax.jit(lambda flag, x: when(flag, add_product, jnp.float32(0), given=(x,)))
     text = run.lower(np.bool_(True), np.ones((8, 8), np.float32)).compile().as_text()
-    assert " dot(" in text and " dot(" not in text[text.index("ENTRY ") :]
+    assert {depth for _, depth in by_depth(text, MATRIX_PRODUCT)} == {1}

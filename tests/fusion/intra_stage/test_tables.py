@@ -13,7 +13,13 @@ from fuse_jax.fusion.intra_stage.layout import (
 )
 from fuse_jax.fusion.intra_stage.problem import MODELS, Pipeline, Problem
 from fuse_jax.fusion.intra_stage.schedule import Schedule, ScheduleError
-from fuse_jax.fusion.intra_stage.tables import Row, SlotsError, build_tables, slots_needed
+from fuse_jax.fusion.intra_stage.tables import (
+    Plan,
+    Row,
+    SlotsError,
+    build_tables,
+    slots_needed,
+)
 
 TIMES = ((5, 10, 4), (3, 6, 2))
 
@@ -56,6 +62,7 @@ class Machine:
             for _ in range(devices)
         ]
         self.box, self.done = {}, []
+        self.ran = [[] for _ in range(devices)]
 
     def row(self, device, step):
         return Row(*(int(v) for v in self.tables.rows[device, step]))
@@ -102,6 +109,7 @@ class Machine:
         if kind != "F" and stage < last:
             assert pool[row.g_slot] == ("g", name, stage, *batch)
         self.done.append((name, kind, stage, *batch, bucket, row.index))
+        self.ran[device].append(row.task)
         pool[-1] = "trash"
         sends = (kind == "F" and stage < last) or (kind == "B" and stage > 0)
         assert sends == (row.to >= 0)
@@ -140,7 +148,9 @@ def test_every_task_runs_once_on_its_own_messages(stages, counts, split, ticked)
     dealt = deal(counts, stages)
     problem = make(stages, dealt, split)
     for schedule in (chimera_like(problem), concatenated_1f1b(problem)):
-        done = Machine(schedule, dealt, ticked).run().done
+        machine = Machine(schedule, dealt, ticked).run()
+        done = machine.done
+        assert machine.ran == Plan(schedule, dealt, ticked).orders
         expected = sum(
             sum(counts) * len(pipeline.kinds) * pipeline.stages
             for _, pipeline in trained_pipelines(problem)
