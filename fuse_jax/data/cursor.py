@@ -51,7 +51,7 @@ def start(items: Sequence[Prompt | Preference | Demonstration], seed: int) -> Cu
     return Cursor(len(items), seed, fingerprint(items))
 
 
-def take(cursor: Cursor, count: int) -> tuple[Int64[np.ndarray, "N"], Cursor]:
+def take(cursor: Cursor, count: int) -> tuple[Int64[np.ndarray, " N"], Cursor]:
     """Indices of the next `count` items and the cursor after them."""
     if count < 0:
         raise ValueError(f"count must be >= 0, got {count}")

@@ -20,14 +20,14 @@ from fuse_jax.data.records import DataError, Demonstration, Preference, Prompt
 Item = TypeVar("Item", Prompt, Preference, Demonstration)
 
 
-def permutation(size: int, *entropy: int) -> Int64[np.ndarray, "N"]:
+def permutation(size: int, *entropy: int) -> Int64[np.ndarray, " N"]:
     """A permutation of range(size) that depends on `size` and `entropy` (ints >= 0) only."""
     words = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(size)
     return np.argsort(np.asarray(words), kind="stable").astype(np.int64)
 
 
 @functools.lru_cache(maxsize=8)  # a batch asks for the same one or two epochs as the one before
-def epoch_order(size: int, seed: int, epoch: int) -> Int64[np.ndarray, "N"]:
+def epoch_order(size: int, seed: int, epoch: int) -> Int64[np.ndarray, " N"]:
     """The order of a dataset's items in an epoch: each index once; a function of the arguments.
 
     Read-only, because it is shared.
@@ -37,7 +37,7 @@ def epoch_order(size: int, seed: int, epoch: int) -> Int64[np.ndarray, "N"]:
     return order
 
 
-def sample_ids(iteration: int, count: int) -> Int32[np.ndarray, "N"]:
+def sample_ids(iteration: int, count: int) -> Int32[np.ndarray, " N"]:
     """Ids of the `count` samples of an iteration: iteration * count + index, never used twice.
 
     They seed the samples' random keys, so `count` must stay the same over a run.

@@ -55,8 +55,8 @@ class PackedPairs:
     positions: Int32[np.ndarray, "B T"]
     chosen_end: Int32[np.ndarray, "P 2"]
     rejected_end: Int32[np.ndarray, "P 2"]
-    margin: Float32[np.ndarray, "P"]
-    valid: Float32[np.ndarray, "P"]
+    margin: Float32[np.ndarray, " P"]
+    valid: Float32[np.ndarray, " P"]
     num_items: int
     num_too_long: int
 

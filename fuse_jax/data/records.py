@@ -28,7 +28,7 @@ class Prompt:
     """
 
     id: int
-    tokens: Int32[np.ndarray, "P"]
+    tokens: Int32[np.ndarray, " P"]
     text: str
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -40,9 +40,9 @@ class Preference:
     `margin` >= 0 is subtracted inside the Bradley-Terry loss; 0 where the source has none.
     """
 
-    prompt_tokens: Int32[np.ndarray, "P"]
-    chosen_tokens: Int32[np.ndarray, "C"]
-    rejected_tokens: Int32[np.ndarray, "D"]
+    prompt_tokens: Int32[np.ndarray, " P"]
+    chosen_tokens: Int32[np.ndarray, " C"]
+    rejected_tokens: Int32[np.ndarray, " D"]
     margin: float = 0.0
 
 
@@ -50,8 +50,8 @@ class Preference:
 class Demonstration:
     """A prompt and an answer to imitate; the answer ends in a stop token unless truncated."""
 
-    prompt_tokens: Int32[np.ndarray, "P"]
-    response_tokens: Int32[np.ndarray, "R"]
+    prompt_tokens: Int32[np.ndarray, " P"]
+    response_tokens: Int32[np.ndarray, " R"]
 
 
 @dataclasses.dataclass
@@ -79,7 +79,7 @@ class Filtered:
         return line
 
 
-def token_array(tokens: TokenIds) -> Int32[np.ndarray, "T"]:
+def token_array(tokens: TokenIds) -> Int32[np.ndarray, " T"]:
     """Token ids as a read-only int32 array (records are shared: nobody may write into one)."""
     array = np.array(tokens, dtype=np.int32)
     array.flags.writeable = False

@@ -113,7 +113,7 @@ def scalars(params: Params, hidden: Array) -> Array:
 
 
 def before_response(
-    hidden: Float[Array, "B T D"], prompt_lengths: Int[Array, "B"], length: int
+    hidden: Float[Array, "B T D"], prompt_lengths: Int[Array, " B"], length: int
 ) -> Float[Array, "B R D"]:
     """States from which the `length` response tokens are predicted: positions prompt_length-1+t.
 
@@ -125,14 +125,14 @@ def before_response(
 
 
 def response_tokens(
-    tokens: Int[Array, "B T"], prompt_lengths: Int[Array, "B"], length: int
+    tokens: Int[Array, "B T"], prompt_lengths: Int[Array, " B"], length: int
 ) -> Int[Array, "B R"]:
     """Response tokens aligned at column 0; beyond the row the last token repeats (masked)."""
     index = jnp.clip(prompt_lengths[:, None] + jnp.arange(length), 0, tokens.shape[1] - 1)
     return jnp.take_along_axis(tokens, index, axis=1)
 
 
-def at_last_token(hidden: Float[Array, "B T D"], lengths: Int[Array, "B"]) -> Float[Array, "B D"]:
+def at_last_token(hidden: Float[Array, "B T D"], lengths: Int[Array, " B"]) -> Float[Array, "B D"]:
     """The state at the last real token (position `lengths - 1`), where a reward model reads."""
     index = jnp.clip(lengths - 1, 0, hidden.shape[1] - 1)
     return jnp.take_along_axis(hidden, index[:, None, None], axis=1)[:, 0]

@@ -14,7 +14,7 @@ def gae(
     *,
     gamma: float,
     gae_lambda: float,
-    bootstrap_values: Float[Array, "B"] | None = None,
+    bootstrap_values: Float[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Advantages and returns by the lambda-weighted sum of temporal-difference errors.
 

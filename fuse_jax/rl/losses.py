@@ -237,11 +237,11 @@ def kl_loss(
 
 
 def bradley_terry_loss(
-    chosen_scores: Float[Array, "N"],
-    rejected_scores: Float[Array, "N"],
-    weights: Float[Array, "N"],
+    chosen_scores: Float[Array, " N"],
+    rejected_scores: Float[Array, " N"],
+    weights: Float[Array, " N"],
     *,
-    margin: Float[Array, "N"] | None = None,
+    margin: Float[Array, " N"] | None = None,
     score_l2: float = 0.0,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Negative log-likelihood that the chosen response wins its pair.

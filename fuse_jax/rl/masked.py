@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from fuse_jax.rl.checks import require_float32, require_same_shape
 
 
-def response_mask(response_lengths: Int[Array, "B"], R: int) -> Float[Array, "B R"]:
+def response_mask(response_lengths: Int[Array, " B"], R: int) -> Float[Array, "B R"]:
     """1 for each token of a response, its stop token included; 0 for padding.
 
         mask[b, t] = 1 if t < response_lengths[b] else 0

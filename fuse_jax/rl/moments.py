@@ -70,8 +70,8 @@ def update_moments(
 
 
 def normalise_scores(
-    scores: Float[Array, "N"], moments: Moments, *, shift_mean: bool = True, eps: float = 1e-8
-) -> Float[Array, "N"]:
+    scores: Float[Array, " N"], moments: Moments, *, shift_mean: bool = True, eps: float = 1e-8
+) -> Float[Array, " N"]:
     """Scores in units of the running standard deviation.
 
         y = (x - mean) / sqrt(m2 / count + eps)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Shaped
 from fuse_jax.rl.checks import require_float32, require_rows, require_same_shape
 
 
-def clip_scores(scores: Float[Array, "N"], limit: float) -> Float[Array, "N"]:
+def clip_scores(scores: Float[Array, " N"], limit: float) -> Float[Array, " N"]:
     """Hold scores within [-limit, limit], so that one outlier cannot own the whitened batch.
 
     NaN stays NaN: exclude the sample by its mask.
@@ -25,8 +25,8 @@ def clip_scores(scores: Float[Array, "N"], limit: float) -> Float[Array, "N"]:
 
 
 def missing_eos_penalty(
-    scores: Float[Array, "N"], truncated: Shaped[Array, "N"], penalty: float
-) -> Float[Array, "N"]:
+    scores: Float[Array, " N"], truncated: Shaped[Array, " N"], penalty: float
+) -> Float[Array, " N"]:
     """Replace the score of a response cut off at the length cap.
 
         y = penalty if truncated else score
@@ -56,7 +56,7 @@ def missing_eos_penalty(
 
 
 def shape_rewards(
-    scores: Float[Array, "B"],
+    scores: Float[Array, " B"],
     kl: Float[Array, "B R"],
     response_mask: Shaped[Array, "B R"],
     *,

@@ -13,7 +13,7 @@ from fuse_jax.rl.checks import require_float32, require_rows, require_same_shape
 
 
 def loss_totals(
-    response_mask: Shaped[Array, "B R"], sample_valid: Shaped[Array, "B"] | None = None
+    response_mask: Shaped[Array, "B R"], sample_valid: Shaped[Array, " B"] | None = None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Number of tokens and of non-empty sequences that count in a loss: the denominators.
 
@@ -36,7 +36,7 @@ def loss_weights(
     response_mask: Shaped[Array, "B R"],
     mode: Literal["token_mean", "sequence_mean"],
     *,
-    sample_valid: Shaped[Array, "B"] | None = None,
+    sample_valid: Shaped[Array, " B"] | None = None,
     total_tokens: Float[Array, ""] | float | None = None,
     total_sequences: Float[Array, ""] | float | None = None,
 ) -> Float[Array, "B R"]:

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from fuse_jax.models.transformer import Attend
 
 
-def block_count(lengths: Int[Array, "slots"], live: Bool[Array, "slots"], block: int) -> Array:
+def block_count(lengths: Int[Array, " slots"], live: Bool[Array, " slots"], block: int) -> Array:
     """Blocks that hold the cached positions of the longest live slot."""
     return -(-jnp.max(jnp.where(live, lengths, 0)) // block)
 
@@ -30,7 +30,7 @@ def block_count(lengths: Int[Array, "slots"], live: Bool[Array, "slots"], block:
 def over_cache(
     keys: Float[Array, "L N slots K block head_dim"],
     values: Float[Array, "L N slots K block head_dim"],
-    lengths: Int[Array, "slots"],
+    lengths: Int[Array, " slots"],
     blocks: Int[Array, ""],
 ) -> Attend:
     """`attend` for one token a slot: itself and the first `lengths` cached positions.
@@ -80,8 +80,8 @@ def over_cache(
 def append(
     cache: Float[Array, "L N slots K block head_dim"],
     new: Float[Array, "L slots K head_dim"],
-    lengths: Int[Array, "slots"],
-    live: Bool[Array, "slots"],
+    lengths: Int[Array, " slots"],
+    live: Bool[Array, " slots"],
 ) -> Array:
     """`cache` with `new` at position `lengths[b]` of every live slot b; other slots keep theirs."""
     blocks, slots, block = cache.shape[1], cache.shape[2], cache.shape[4]

@@ -168,11 +168,11 @@ class Engine:
         self,
         params: Params,
         tokens: Int[HostArray, "rows T"],
-        lengths: Int[HostArray, "rows"],
-        sample_ids: Int[HostArray, "rows"],
-        max_new: Int[HostArray, "rows"],
+        lengths: Int[HostArray, " rows"],
+        sample_ids: Int[HostArray, " rows"],
+        max_new: Int[HostArray, " rows"],
         seed_key: Any,
-        generated: Int[HostArray, "rows"] | None = None,
+        generated: Int[HostArray, " rows"] | None = None,
     ) -> tuple[Rows, Draw]:
         """Read prompts (right-padded to a bucket) and draw the first token of each response.
 
@@ -191,7 +191,7 @@ class Engine:
             self, params, tokens, lengths, sample_ids, max_new, generated, seed_key
         )
 
-    def insert(self, state: DecodeState, rows: Rows, slots: Int[HostArray, "rows"]) -> DecodeState:
+    def insert(self, state: DecodeState, rows: Rows, slots: Int[HostArray, " rows"]) -> DecodeState:
         """Put row i into slot `slots[i]`, whatever it held; an index >= the slot count drops it.
 
         `state` is donated. `rows` come from `prefill`, or from `extract` of an engine of the same
@@ -211,11 +211,11 @@ class Engine:
         check_key(seed_key)
         return programs.generate(self, params, state, seed_key)
 
-    def extract(self, state: DecodeState, slots: Int[HostArray, "rows"]) -> Rows:
+    def extract(self, state: DecodeState, slots: Int[HostArray, " rows"]) -> Rows:
         """A copy of the rows in `slots`; an index >= the slot count gives a row that is done."""
         return programs.extract(self, state, slots)
 
-    def release(self, state: DecodeState, slots: Int[HostArray, "rows"]) -> DecodeState:
+    def release(self, state: DecodeState, slots: Int[HostArray, " rows"]) -> DecodeState:
         """Mark `slots` done, as after `extract`; indices >= the slot count do nothing.
 
         `state` is donated.

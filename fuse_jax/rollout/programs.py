@@ -41,12 +41,12 @@ class Rows(NamedTuple):
 
     keys: Float[Array, "L N rows K block head_dim"]
     values: Float[Array, "L N rows K block head_dim"]
-    last_tokens: Int[Array, "rows"]
-    lengths: Int[Array, "rows"]
-    generated: Int[Array, "rows"]
-    max_new: Int[Array, "rows"]
-    sample_ids: Int[Array, "rows"]
-    done: Bool[Array, "rows"]
+    last_tokens: Int[Array, " rows"]
+    lengths: Int[Array, " rows"]
+    generated: Int[Array, " rows"]
+    max_new: Int[Array, " rows"]
+    sample_ids: Int[Array, " rows"]
+    done: Bool[Array, " rows"]
 
 
 DecodeState = Rows
@@ -62,8 +62,8 @@ class Chunk(NamedTuple):
     tokens: Int[Array, "C slots"]
     log_probs: Float[Array, "C slots"]
     gaps: Array | None
-    counts: Int[Array, "slots"]
-    done: Bool[Array, "slots"]
+    counts: Int[Array, " slots"]
+    done: Bool[Array, " slots"]
     steps: Int[Array, ""]
 
 

@@ -72,7 +72,7 @@ class Draw(NamedTuple):
     gaps: Array | None
 
 
-def sample_keys(seed_key: Any, sample_ids: Int[Array, "B"], positions: Int[Array, "B"]) -> Any:
+def sample_keys(seed_key: Any, sample_ids: Int[Array, " B"], positions: Int[Array, " B"]) -> Any:
     """Keys `[B]`, fold_in(fold_in(seed_key, sample_id), position of the response token)."""
     return jax.vmap(lambda i, t: jax.random.fold_in(jax.random.fold_in(seed_key, i), t))(
         sample_ids, positions

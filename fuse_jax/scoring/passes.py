@@ -117,7 +117,7 @@ def value_pass(
     length: int,
     dtype: Any = jnp.float32,
     rows: Any = None,
-) -> tuple[Float[Array, "B R"], Float[Array, "B"]]:
+) -> tuple[Float[Array, "B R"], Float[Array, " B"]]:
     """The critic's value of every state of the response.
 
     Returns:
@@ -139,7 +139,7 @@ def reward_pass(
     *,
     dtype: Any = jnp.float32,
     rows: Any = None,
-) -> Float[Array, "B"]:
+) -> Float[Array, " B"]:
     """The reward model's score of each sequence, float32 `[B]`, read at its last response token.
 
     An empty response is scored at the last prompt token.

@@ -178,7 +178,7 @@ class Program:
         return rows[: min(room, found)]
 
 
-def _head(*scalars: Scalar) -> Int[Array, "n"]:
+def _head(*scalars: Scalar) -> Int[Array, " n"]:
     return jnp.stack([jnp.asarray(value, jnp.int32).reshape(()) for value in scalars])
 
 
