@@ -38,6 +38,8 @@ from fuse_jax.fusion.intra_stage.schedule import Schedule
 # Work of the first slice of each stage, in timed tasks (about 10 ms), and its growth.
 _FIRST_SLICE = 800_000
 _GROWTH = 1.3
+# Work that a slice does for one of its own: squeezing walks the looser cap too.
+_SLICE_MOST = 1.5
 # Looser caps from which schedules are squeezed, and where between bound and best they must end.
 _LOOSE_CAPS = (1.25, 1.1)
 _SQUEEZE_SHARES = (0.75, 0.5, 0.9, 0.25, 0.6)
@@ -164,7 +166,7 @@ class Walk:
 
     def step(self, meter: Meter) -> None:
         """One slice: improvement, annealing or, under a cap, squeezing; in turn."""
-        work = float(min(self.slice, max(meter.left, 1.0)))
+        work = float(min(self.slice, max(meter.left, 1.0), meter.work_in_time() / _SLICE_MOST))
         turn, self.turn = self.turn, self.turn + 1
         kinds = 3 if self.looser else 2
         if turn % kinds == 0:
@@ -289,8 +291,8 @@ def search(
       cost_model: of the transport that will run it (`cost.COST_MODELS`). The bounds hold for all,
         but are only near for "ideal".
       evaluations: budget; the search stops before it at a bound.
-      time_limit: CPU seconds after which no new slice starts; the result then depends on the
-        machine.
+      time_limit: CPU seconds; the last slice is cut to end near it. The result then depends on
+        the machine.
       seed: of the random moves.
 
     Raises TransportError if the transport cannot carry the problem's transfers.
@@ -327,7 +329,7 @@ def _blocking(
     while best > bound and not meter.stop:
         found = np.empty_like(order)
         hot = (0.3, 0.05, 0.6)[turn % 3] * walk.mean
-        work = float(min(walk.slice * 4, max(meter.left, 1.0)))
+        work = float(min(walk.slice * 4, max(meter.left, 1.0), meter.work_in_time()))
         reached, used = anneal_under(
             finder.graph,
             order.copy(),
