@@ -108,8 +108,10 @@ def map_chunks(function: Any, chunk: int, *arrays: Array) -> Any:
 def scalars(params: Params, hidden: Array) -> Array:
     """The scalar head, float32 `[...]`, of hidden states `[..., D]`."""
     head = params["head"]
-    wide = hidden.astype(jnp.float32)
-    return (wide @ head["kernel"].astype(jnp.float32))[..., 0] + head["bias"][0]
+    weights = head["kernel"].astype(jnp.float32)[:, 0]
+    # Not a product of matrices: with one column XLA's CPU code sums the last few rows in another
+    # order, and the bits of a sample would depend on its row in the batch.
+    return (hidden.astype(jnp.float32) * weights).sum(-1) + head["bias"][0]
 
 
 def before_response(
