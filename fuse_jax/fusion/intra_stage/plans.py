@@ -21,7 +21,7 @@ from fuse_jax.fusion.intra_stage.search import SearchResult, search
 from fuse_jax.fusion.intra_stage.search_peak import lower_peak
 
 # Part of every file's name: raise it when the same settings give other schedules.
-FORMAT = 2
+FORMAT = 3
 
 
 def default_directory() -> Path:
@@ -49,8 +49,7 @@ def find_plan(
     """The plan of a problem, and whether it was read from disk.
 
     Args: as in `search`; memory_evaluations > 0 adds the memory pass (ideal cost model only). A
-      result that a time limit cut
-      short is not stored: another machine might find better.
+      result that a time limit had a part in is not stored: another machine might find better.
 
     Raises:
       ScheduleError: the stored file is no valid schedule of the problem (delete it).
@@ -67,11 +66,9 @@ def find_plan(
     found = search(
         problem, cost_model=cost_model, evaluations=evaluations, time_limit=time_limit, seed=seed
     )
-    complete = found.stopped_by != "time"
     if memory_evaluations:
         found = lower_peak(found, evaluations=memory_evaluations, time_limit=time_limit, seed=seed)
-        complete = complete and found.stopped_by != "time"
-    if complete:
+    if not found.clocked:
         _write(path, found)
     return found, False
 

@@ -50,9 +50,9 @@ class SearchResult:
     """What a search found. makespan, bound in ms; peak_memory, memory_bound in the problem's unit.
 
     proven_optimal: the makespan equals the bound. stopped_by: "bound", "budget" or "time".
-      evaluations: full-schedule
-    evaluations spent; cpu_s: CPU seconds of this process. memory_bound is None unless the memory
-    pass ran.
+      evaluations: full-schedule evaluations spent; cpu_s: CPU seconds of this process. memory_bound
+      is None unless the memory pass ran. clocked: a time limit cut some work short, so that another
+      machine may find another schedule.
     """
 
     schedule: Schedule
@@ -65,12 +65,15 @@ class SearchResult:
     stopped_by: str
     cpu_s: float
     cost_model: str = "ideal"
+    clocked: bool = False
 
 
 class Meter:
-    """Work left of a budget, and the CPU-time limit."""
+    """Work left of a budget, and the CPU-time limit. whole: the meter this one is a part of."""
 
-    def __init__(self, work: float, time_limit: float | None) -> None:
+    def __init__(self, work: float, time_limit: float | None, whole: Meter | None = None) -> None:
+        self.root: Meter = whole.root if whole else self
+        self.clocked = False  # of the root: whether the clock ever cut work short
         self.left = float(work)
         self.spent = 0.0
         self.began = time.process_time()
@@ -89,18 +92,26 @@ class Meter:
         """CPU seconds until the limit, None without one."""
         return None if self.limit is None else self.limit - self.cpu_s
 
-    def work_in_time(self) -> float:
-        """Work that fits in the time left at the rate so far, infinite without a limit."""
+    def grant(self, work: float, most: float = 1.0) -> float:
+        """How much of some work may be done: what is left of the budget, and what fits in the time
+        left at the rate so far if it does `most` times what it is granted.
+        """
+        work = min(work, max(self.left, 1.0))
         if self.time_left is None or self.spent == 0:
-            return float("inf")
-        return max(1.0, self.time_left * self.spent / max(self.cpu_s, 1e-3))
+            return work
+        fits = max(1.0, self.time_left * self.spent / max(self.cpu_s, 1e-3) / most)
+        self.root.clocked = self.root.clocked or fits < work
+        return min(work, fits)
 
     @property
     def stop(self) -> str:
         """ "" to go on, or why not."""
         if self.left <= 0:
             return "budget"
-        return "time" if self.limit is not None and self.cpu_s >= self.limit else ""
+        if self.limit is not None and self.cpu_s >= self.limit:
+            self.root.clocked = True
+            return "time"
+        return ""
 
 
 def sequential_order(graph: Graph) -> np.ndarray:
@@ -166,7 +177,7 @@ class Walk:
 
     def step(self, meter: Meter) -> None:
         """One slice: improvement, annealing or, under a cap, squeezing; in turn."""
-        work = float(min(self.slice, max(meter.left, 1.0), meter.work_in_time() / _SLICE_MOST))
+        work = meter.grant(self.slice, _SLICE_MOST)
         turn, self.turn = self.turn, self.turn + 1
         kinds = 3 if self.looser else 2
         if turn % kinds == 0:
@@ -273,6 +284,7 @@ def result_of(
         stopped_by=stopped_by,
         cpu_s=meter.cpu_s,
         cost_model=cost_model,
+        clocked=meter.clocked,
     )
 
 
@@ -318,7 +330,7 @@ def _blocking(
     Starts: the search's ideal schedule, both orders of concatenated 1F1B and the Chimera-like
       merge; those above the cap are left out.
     """
-    walk.run(Meter(meter.left / 10, meter.time_left and meter.time_left / 4))
+    walk.run(Meter(meter.left / 10, meter.time_left and meter.time_left / 4, meter))
     best, order, turn = -1, walk.order, 0
     for start in (Schedule(finder.problem, walk.order), *fused_baselines(finder.problem)):
         if walk.cap >= 0 and start.memory_profile().max() > walk.cap:
@@ -329,7 +341,7 @@ def _blocking(
     while best > bound and not meter.stop:
         found = np.empty_like(order)
         hot = (0.3, 0.05, 0.6)[turn % 3] * walk.mean
-        work = float(min(walk.slice * 4, max(meter.left, 1.0), meter.work_in_time()))
+        work = meter.grant(walk.slice * 4)
         reached, used = anneal_under(
             finder.graph,
             order.copy(),

@@ -34,9 +34,9 @@ _CAP_SHARE = 0.3
 # problems need as much as larger ones. Growth of the memory passes.
 _CHASE = 400e6
 _GROWTH = 1.15
-# Work (about 5 s) and heat of a long cooling; how far above the best peak it may end and be tried
-# again.
-_LONG = 640e6
+# Work (about 5 s, at most a share of what is left) and heat of a long cooling; how far above the
+# best peak it may end and be tried again.
+_LONG, _LONG_SHARE = 640e6, 0.2
 _LONG_HOT = 2.0
 _FAR = 1.1
 _KINDS = ("long", "best", "fresh", "chase")
@@ -56,7 +56,7 @@ def _search_under(
 ) -> Schedule | None:
     """A schedule under a cap and within `limit`, if a search of `work` finds one."""
     walk = Walk(finder, cap, limit, seed)
-    part = Meter(min(work, meter.left), meter.time_left)
+    part = Meter(min(work, meter.left), meter.time_left, meter)
     walk.run(part)
     meter.spend(part.spent)
     return Schedule(finder.problem, walk.order) if walk.makespan <= limit else None
@@ -130,7 +130,7 @@ def lower_peak(
     best = found.schedule
     if _peak(best) > goal:
         share = None if time_limit is None else time_limit * _CAP_SHARE
-        part = Meter(meter.left * _CAP_SHARE, share)
+        part = Meter(meter.left * _CAP_SHARE, share, meter)
         best = _fall_by_caps(finder, best, limit, goal, part, seed)
         meter.spend(part.spent)
     state = new_stream(seed)
@@ -141,7 +141,8 @@ def lower_peak(
         work = growth * _ROUND_EVALUATIONS * float(graph.duration.size) ** 2
         hot = _HOT[rest % len(_HOT)]
         if kind == "long":
-            begin, work, hot = None if far else found.schedule, _LONG, _LONG_HOT
+            begin, hot = None if far else found.schedule, _LONG_HOT
+            work = min(_LONG, meter.left * _LONG_SHARE)
         elif kind == "fresh":
             cap = int(_peak(best) * _FRESH_CAP)
             begin = _search_under(finder, cap, limit, _CHASE / 4, meter, seed + turn)
@@ -152,7 +153,7 @@ def lower_peak(
             begin = _search_under(finder, cap, limit, _CHASE, meter, seed + turn)
             failed = failed + 1 if begin is None else 0
         if begin is not None:
-            work = min(work, max(meter.left, 1.0), meter.work_in_time())
+            work = meter.grant(work)
             ended, used = _cool(finder, begin, limit, goal, work, hot, state)
             meter.spend(used)
             far = far or (kind == "long" and _peak(ended) > _FAR * _peak(best))
@@ -168,4 +169,5 @@ def lower_peak(
         evaluations=found.evaluations + round(meter.spent / max(1, graph.duration.size)),
         stopped_by=stopped_by,
         cpu_s=meter.cpu_s,
+        clocked=found.clocked or meter.clocked,
     )

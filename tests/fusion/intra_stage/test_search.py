@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from fuse_jax.benchmarks.schedule import authors_problem, llama_problem
-from fuse_jax.fusion.intra_stage import plans
+from fuse_jax.fusion.intra_stage import plans, search_peak
 from fuse_jax.fusion.intra_stage.baselines import fused_baselines, serial_1f1b
 from fuse_jax.fusion.intra_stage.cost import COST_MODELS
 from fuse_jax.fusion.intra_stage.graph import build_graph
 from fuse_jax.fusion.intra_stage.problem import Pipeline, Problem
 from fuse_jax.fusion.intra_stage.schedule import Schedule, ScheduleError
-from fuse_jax.fusion.intra_stage.search import search, sequential_order
+from fuse_jax.fusion.intra_stage.search import Meter, search, sequential_order
 from fuse_jax.fusion.intra_stage.search_peak import lower_peak
 
 AUTHORS_BOUNDS = (708, 372, 225, 702, 366, 225, 618, 330, 186, 606, 318, 186)
@@ -152,6 +152,40 @@ def test_plans_cut_short_by_time_are_not_kept(tmp_path):
     found, _ = plans.find_plan(problem, time_limit=0.02, directory=tmp_path)
     assert found.stopped_by == "time"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_the_clock_had_a_part_in_is_not_kept_whatever_stopped_it(tmp_path, monkeypatch):
+    whole = Meter(1e9, 60.0)
+    part = Meter(1e6, 0.0, Meter(1e6, None, whole))
+    assert part.stop == "time" and whole.clocked and whole.stop == ""
+    whole = Meter(1e12, 1e-3)
+    assert whole.grant(1e9) == 1e9 and not whole.clocked  # no rate is known yet
+    whole.spend(1.0)
+    assert whole.grant(1e9) < 1e9 and whole.clocked
+    assert not Meter(1e12, None).clocked
+
+    problem = llama_problem("13B", "13B", 1)
+    ended = replace(search(problem, evaluations=20_000), clocked=True)
+    assert ended.stopped_by == "bound"
+    monkeypatch.setattr(plans, "search", lambda *_, **__: ended)
+    plans.find_plan(problem, time_limit=60.0, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_long_cooling_leaves_most_of_a_small_budget(monkeypatch):
+    problem, budget = authors_problem(1), 100_000
+    rounds = []
+    cool = search_peak.lower_memory
+
+    def noted(*arguments):
+        peak, used = cool(*arguments)
+        rounds.append(used)
+        return peak, used
+
+    monkeypatch.setattr(search_peak, "lower_memory", noted)
+    lower_peak(search(problem), evaluations=budget)
+    assert len(rounds) > 1
+    assert rounds[0] < budget * len(build_graph(problem).duration) / 4
 
 
 EDGES = {
