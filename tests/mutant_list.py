@@ -716,10 +716,19 @@ INTRA_STAGE = [
     Mutant(
         "a device that waits is blamed",
         "fuse_jax/fusion/intra_stage/flight.py",
-        'key=lambda p: (p.state == "running", p.seconds)',
+        'key=lambda p: (p.state == "running" and p.task >= 0, p.seconds)',
         "key=lambda p: p.seconds",
         (
             "tests/fusion/intra_stage/test_flight.py::test_a_device_that_waits_for_another_is_not_blamed",
+        ),
+    ),
+    Mutant(
+        "a device that has no task yet is blamed",
+        "fuse_jax/fusion/intra_stage/flight.py",
+        'p.state == "running" and p.task >= 0',
+        'p.state == "running"',
+        (
+            "tests/fusion/intra_stage/test_flight.py::test_a_device_that_has_no_task_yet_is_not_blamed",
         ),
     ),
     Mutant(

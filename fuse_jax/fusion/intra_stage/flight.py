@@ -154,10 +154,13 @@ class CollectiveFlight:
             return f"{STEP_FAILED}{at} (no compiler: tasks are not noted)"
         progress = self.program.progress()
         # The device that is in a task the longest holds up the others, which wait for its result.
-        slow = max(progress, key=lambda p: (p.state == "running", p.seconds))
+        # One that has no task yet has entered the step, and is in none.
+        slow = max(progress, key=lambda p: (p.state == "running" and p.task >= 0, p.seconds))
         slow = slow if place is None else progress[place]
         task = named(self.schedule, slow.task)
-        return f"{STEP_FAILED} in {task or f'device {slow.device}'} (its last task)"
+        if task is None:
+            return f"{STEP_FAILED} on device {slow.device}, before its first task"
+        return f"{STEP_FAILED} in {task} (its last task)"
 
 
 def leave(where: str, reason: str) -> NoReturn:

@@ -40,9 +40,10 @@ class Program:
 
     lanes = 1
 
-    def __init__(self, seconds=(0.0,), states=()):
+    def __init__(self, seconds=(0.0,), states=(), tasks=()):
         self.blamed, self.drained, self.seconds = None, 0, seconds
         self.states = states or ("running",) * len(seconds)
+        self.tasks = tasks or tuple(5 + device for device in range(len(seconds)))
 
     def blame(self, device, lane, reason):
         self.blamed = self.blamed or mailbox.Failure(device, lane, 3, reason)
@@ -54,8 +55,8 @@ class Program:
         self.drained += 1
 
     def progress(self):
-        both = zip(self.states, self.seconds, strict=True)
-        return [mailbox.Progress(d, 0, 5 + d, state, s) for d, (state, s) in enumerate(both)]
+        each = zip(self.tasks, self.states, self.seconds, strict=True)
+        return [mailbox.Progress(d, 0, *of) for d, of in enumerate(each)]
 
 
 SCHEDULE = toy.concatenated_1f1b(toy.problem((2, 2), toy.minibatch(3)))
@@ -138,6 +139,19 @@ def test_a_device_that_waits_for_another_is_not_blamed(ending, capsys):
     with pytest.raises(EndedError):
         flight.CollectiveFlight(SCHEDULE, outputs(Part(None), Part(None)), program, 0.05).wait()
     assert str(flight.named(SCHEDULE, 6)) in capsys.readouterr().err
+
+
+def test_a_device_that_has_no_task_yet_is_not_blamed(ending, capsys):
+    """It has entered the step before the one that hangs began its task, and counts as running."""
+    program = Program((9.0, 8.0), tasks=(-1, 6))
+    made = flight.CollectiveFlight(SCHEDULE, outputs(Part(None), Part(None)), program, 0.05)
+    with pytest.raises(EndedError):
+        made.wait()
+    assert str(flight.named(SCHEDULE, 6)) in capsys.readouterr().err
+    program.tasks = (-1, -1)
+    with pytest.raises(EndedError):
+        made.wait()
+    assert "on device 0, before its first task: no device" in capsys.readouterr().err
 
 
 def test_a_step_may_be_long_while_devices_begin_tasks():
