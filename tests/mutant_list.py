@@ -734,7 +734,7 @@ INTRA_STAGE = [
     Mutant(
         "a task that never ends leaves a process that never ends",
         "fuse_jax/fusion/intra_stage/flight.py",
-        'leave(f"{STEP_FAILED} in {name}", f"{reason}, and it does not come back")',
+        'leave(f"{STEP_FAILED} in {name}", f"{reason}, and {hung} does not come back")',
         "break",
         (
             "tests/fusion/intra_stage/test_flight.py::test_a_dispatched_task_that_never_ends_ends_the_process",

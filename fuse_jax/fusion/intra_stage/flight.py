@@ -75,9 +75,10 @@ class DispatchFlight:
     def _fail(self, task: int, reason: str) -> NoReturn:
         """Let what was dispatched run out, so that the next step finds idle devices."""
         name = task_of(self.schedule.graph, task)
-        for _, token in self.started:
+        for other, token in self.started:
             if not ready_within(token, DRAIN_S):
-                leave(f"{STEP_FAILED} in {name}", f"{reason}, and it does not come back")
+                hung = "it" if other == task else str(task_of(self.schedule.graph, other))
+                leave(f"{STEP_FAILED} in {name}", f"{reason}, and {hung} does not come back")
         self.started.clear()
         raise StepError(name.device, name, reason)
 
@@ -100,11 +101,11 @@ class MailboxFlight:
             self.program.blame(device, lane, first_line(error))
             ended.append(time.monotonic())
 
-        def give_up() -> None:
+        def give_up(awaited: list[int]) -> None:
             failure = self.program.failure()
             if ended and failure is not None and time.monotonic() > ended[0] + DRAIN_S:
-                task = named(self.schedule, failure.task) or f"device {failure.device}"
-                leave(f"{STEP_FAILED} in {task}", f"{failure.reason}, and it does not come back")
+                hung = self._hung(failure, awaited)
+                leave(self._where(failure), f"{failure.reason}, and {hung} does not come back")
 
         errors = settle(self.outputs, stop_others, give_up)
         if not errors:
@@ -114,8 +115,19 @@ class MailboxFlight:
         try:
             self.program.drain(DRAIN_S)
         except mailbox.DrainError as error:
-            leave(f"{STEP_FAILED} on device {failure.device}", f"{failure.reason}; {error}")
+            leave(self._where(failure), f"{failure.reason}; {error}")
         raise StepError(failure.device, named(self.schedule, failure.task), failure.reason)
+
+    def _where(self, failure: mailbox.Failure) -> str:
+        task = named(self.schedule, failure.task)
+        return f"{STEP_FAILED} " + (f"in {task}" if task else f"on device {failure.device}")
+
+    def _hung(self, failure: mailbox.Failure, awaited: list[int]) -> str:
+        """What keeps the step from ending: what failed, or another task, by the mesh's places."""
+        if failure.device * self.program.lanes + failure.lane in awaited:
+            return "it"
+        at = self.program.progress()[awaited[0]]
+        return str(named(self.schedule, at.task) or f"device {at.device}")
 
 
 @dataclass
@@ -139,7 +151,8 @@ class CollectiveFlight:
 
         started = time.monotonic()
 
-        def leave_if_hung() -> None:
+        def leave_if_hung(awaited: list[int]) -> None:
+            del awaited
             still = time.monotonic() - started
             if self.program is not None:
                 still = min(still, *(device.seconds for device in self.program.progress()))
@@ -178,12 +191,12 @@ def leave(where: str, reason: str) -> NoReturn:
 def settle(
     outputs: jax.Array,
     on_error: Callable[[int, Exception], None],
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[list[int]], None],
 ) -> dict[int, Exception]:
     """Wait for every device's part of `outputs`; errors by place in the mesh.
 
     `on_error(place, error)` is called at once for the first device that fails, while others may
-    still wait for it; `meanwhile()` now and then.
+    still wait for it; `meanwhile(places)`, of those still awaited, now and then.
     """
     place = {device: i for i, device in enumerate(outputs.sharding.mesh.devices.flat)}  # pyright: ignore
     parts = {place[shard.device]: shard.data for shard in outputs.addressable_shards}
@@ -196,8 +209,8 @@ def settle(
                 if not errors:
                     on_error(number, error)
                 errors[number] = error
-        if meanwhile is not None:
-            meanwhile()
+        if parts:
+            meanwhile(list(parts))
         time.sleep(POLL_S)
     return errors
 

@@ -95,8 +95,17 @@ def test_a_device_that_never_comes_back_ends_the_process(ending, capsys):
     with pytest.raises(EndedError, match=str(flight.EXIT_STATUS)):
         flight.MailboxFlight(SCHEDULE, parts, Program()).wait()
     told = capsys.readouterr().err
-    assert "INTERNAL: burnt, and it does not come back" in told and "--resume" in told
-    assert str(flight.named(SCHEDULE, 3)) in told
+    hung = flight.named(SCHEDULE, 5)  # on device 0, and not what failed
+    assert f"INTERNAL: burnt, and {hung} does not come back" in told and "--resume" in told
+    assert f"failed in {flight.named(SCHEDULE, 3)}: " in told
+
+
+def test_a_device_that_is_blamed_and_never_comes_back_is_it(ending, capsys):
+    program = Program()
+    program.blame(0, 0, "waited too long")  # by device 1
+    with pytest.raises(EndedError):
+        flight.MailboxFlight(SCHEDULE, outputs(Part(None), Part(1, "ABORTED")), program).wait()
+    assert "waited too long, and it does not come back" in capsys.readouterr().err
 
 
 def test_so_does_a_mailbox_in_which_devices_still_wait(ending, monkeypatch, capsys):
@@ -106,7 +115,8 @@ def test_so_does_a_mailbox_in_which_devices_still_wait(ending, monkeypatch, caps
     monkeypatch.setattr(Program, "drain", drain)
     with pytest.raises(EndedError, match=str(flight.EXIT_STATUS)):
         flight.MailboxFlight(SCHEDULE, outputs(Part(1, "INTERNAL: burnt")), Program()).wait()
-    assert "burnt; operations still wait" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"failed in {flight.named(SCHEDULE, 3)}: INTERNAL: burnt; operations still wait" in told
 
 
 def test_a_dispatched_task_that_never_ends_ends_the_process(ending, capsys):
@@ -116,6 +126,15 @@ def test_a_dispatched_task_that_never_ends_ends_the_process(ending, capsys):
     told = capsys.readouterr().err
     assert "no end after 0.02 s, and it does not come back" in told and "--resume" in told
     assert str(flight.named(SCHEDULE, 3)) in told
+
+
+def test_a_dispatched_task_that_hangs_after_another_failed_is_told_apart(ending, capsys):
+    started = [flight.Started(2, Part(0, "INTERNAL: burnt")), flight.Started(3, Part(None))]
+    with pytest.raises(EndedError):
+        flight.DispatchFlight(SCHEDULE, started, 0.02).wait()
+    failed, hung = (flight.named(SCHEDULE, task) for task in (2, 3))
+    told = capsys.readouterr().err
+    assert f"failed in {failed}: INTERNAL: burnt, and {hung} does not come back" in told
 
 
 @pytest.mark.parametrize(
