@@ -98,7 +98,7 @@ def plot_timelines(
     """
     rows = schedule.problem.devices
     row = float(np.clip(6.4 / rows, 0.2, 0.42))
-    figure, axes = stack([row * rows] * len(timelines), header=0.4)
+    figure, axes = stack([row * rows] * len(timelines), header=0.78)
     longest = max(1 / TICKS_PER_MS, *(float(np.nanmax(end)) for _, end in timelines.values()))
     for axis, (caption, (start, end)) in zip(axes, timelines.items()):
         _frame(axis, rows, longest, float(np.nanmax(end)))
@@ -108,6 +108,7 @@ def plot_timelines(
         _number_bars(axis, schedule, here, until)
         axis.set_title(caption, **CAPTION)
     share_time_axis(axes)
+    _header(figure, schedule, [[schedule]])
     write(figure, path)
 
 
