@@ -34,7 +34,8 @@ class PipelineStep:
     def __init__(self, pipelines: Pipelines, train: tuple[str, ...]) -> None:
         self._shared, self._train = pipelines, train
         self._engine: Compiled | Dispatched | None = None
-        self._flight: tuple[Flight, Plan, float] | None = None
+        self._flight: tuple[Flight, Plan, float | None] | None = None  # start, if it is timed
+        self._made = 0  # engines
         self._updates = 0
         self._searched = 0  # the search whose schedules the engine has room for
 
@@ -56,9 +57,9 @@ class PipelineStep:
         schedule needs more slots than were compiled; pipeline_recompiled: 1 if schedules that were
         searched again did, and the program was made anew. Raises StepError of the update before.
         """
-        before = self._engine
+        made = self._made
         engine = self._engine_of(state, minibatch)
-        recompiled = before is not None and engine is not before
+        recompiled = 0 < made < self._made
         plan, prepared, fallback = self._prepare(engine, minibatch)  # while the last one runs
         self.wait()
         both = len(self._train) == 2
@@ -66,7 +67,11 @@ class PipelineStep:
             self._shared.look_for_drift(state.params, minibatch)
         if both and self._updates == TIMELINE_AT and engine.program is not None:
             engine.program.record(True)
-        started = time.monotonic()
+        # A program that is made anew may be compiled in the call; a plan from before a search that
+        # was made just now is of other task times.
+        timed = self._updates > 0 and not recompiled
+        timed &= self._searched == self._shared.searched_again
+        started = time.monotonic() if timed else None
         state, metrics, flight = engine(state, prepared, plan.schedule)
         self._flight, self._shared.land = (flight, plan, started), self._land
         self._updates += 1
@@ -106,29 +111,32 @@ class PipelineStep:
         assert self._flight is not None
         flight, plan, started = self._flight
         self._flight = None
+        # One that ended while the host did other things (a search takes seconds): when is not known.
+        late = flight.ended()
         flight.wait()
         if len(self._train) == 1:
             return
-        if self._updates > 1:
+        if started is not None and not late:
             self._shared.note(plan, time.monotonic() - started)
         if self._updates == TIMELINE_AT + 1:
             self._write_timeline(plan)
 
     def _engine_of(self, state: TrainState, minibatch: Minibatch) -> Compiled | Dispatched:
         shared = self._shared
-        if self._engine is not None and self._searched != shared.searched_again:
-            self._searched = shared.searched_again
-            if not self._engine.fits(minibatch):
-                shared.say(
-                    "pipeline: schedules that were searched again need more slots than were "
-                    "compiled: the program is made anew (pipeline_recompiled counts it)"
-                )
-                self.wait()
-                self._engine = None
+        searched = self._searched != shared.searched_again
+        if self._engine is not None and searched and not self._engine.fits(minibatch):
+            self.wait()  # if that raises, the next call asks again
+            shared.say(
+                "pipeline: schedules that were searched again need more slots than were "
+                "compiled: the program is made anew (pipeline_recompiled counts it)"
+            )
+            self._engine = None  # released before the new one is compiled
         if self._engine is None:
             _, choice = shared.start(state.params, minibatch)
             kind = Dispatched if choice.transport == "dispatch" else Compiled
             self._engine = kind(shared, self._train, minibatch)
+            self._made += 1
+        self._searched = shared.searched_again
         return self._engine
 
     def _write_timeline(self, plan: Plan) -> None:

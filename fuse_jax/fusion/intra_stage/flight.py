@@ -45,6 +45,10 @@ class Flight(Protocol):
         """Return when all devices have ended it. Raises StepError."""
         ...
 
+    def ended(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        ...
+
 
 class Started(NamedTuple):
     """A task that the host has dispatched, and an array that is there when it has run."""
@@ -71,6 +75,10 @@ class DispatchFlight:
             except jax.errors.JaxRuntimeError as error:
                 self._fail(task, first_line(error))
         self.started.clear()
+
+    def ended(self) -> bool:
+        """See Flight."""
+        return all(token.is_ready() for _, token in self.started)
 
     def _fail(self, task: int, reason: str) -> NoReturn:
         """Let what was dispatched run out, so that the next step finds idle devices."""
@@ -118,6 +126,10 @@ class MailboxFlight:
             leave(self._where(failure), f"{failure.reason}; {error}")
         raise StepError(failure.device, named(self.schedule, failure.task), failure.reason)
 
+    def ended(self) -> bool:
+        """See Flight."""
+        return self.outputs.is_ready()
+
     def _where(self, failure: mailbox.Failure) -> str:
         task = named(self.schedule, failure.task)
         return f"{STEP_FAILED} " + (f"in {task}" if task else f"on device {failure.device}")
@@ -160,6 +172,10 @@ class CollectiveFlight:
                 leave(self._where(None), f"no device has begun a task for {self.timeout_s:g} s")
 
         settle(self.outputs, leave_for, leave_if_hung)
+
+    def ended(self) -> bool:
+        """See Flight."""
+        return self.outputs.is_ready()
 
     def _where(self, place: int | None) -> str:
         if self.program is None:
