@@ -111,7 +111,7 @@ class PipelineStep:
         assert self._flight is not None
         flight, plan, started = self._flight
         self._flight = None
-        # One that ended while the host did other things (a search takes seconds): when is not known.
+        # One that ended while the host did other things (a search takes seconds) says no time.
         late = flight.ended()
         flight.wait()
         if len(self._train) == 1:

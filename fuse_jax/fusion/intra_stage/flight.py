@@ -128,7 +128,7 @@ class MailboxFlight:
 
     def ended(self) -> bool:
         """See Flight."""
-        return self.outputs.is_ready()
+        return all_ready(self.outputs)
 
     def _where(self, failure: mailbox.Failure) -> str:
         task = named(self.schedule, failure.task)
@@ -175,7 +175,7 @@ class CollectiveFlight:
 
     def ended(self) -> bool:
         """See Flight."""
-        return self.outputs.is_ready()
+        return all_ready(self.outputs)
 
     def _where(self, place: int | None) -> str:
         if self.program is None:
@@ -229,6 +229,11 @@ def settle(
             meanwhile(list(parts))
         time.sleep(POLL_S)
     return errors
+
+
+def all_ready(outputs: jax.Array) -> bool:
+    """Whether every device's part of `outputs` is settled."""
+    return all(shard.data.is_ready() for shard in outputs.addressable_shards)
 
 
 def ready_within(array: Any, timeout_s: float) -> bool:

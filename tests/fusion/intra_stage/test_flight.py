@@ -77,6 +77,16 @@ def test_the_first_device_that_fails_is_blamed_and_all_are_drained():
     assert caught.value.task == flight.named(SCHEDULE, 3)
 
 
+def test_a_flight_has_ended_when_all_its_parts_have():
+    for last, ended in ((0, True), (None, False)):
+        parts, program = outputs(Part(0), Part(last)), Program()
+        started = [flight.Started(2, Part(0)), flight.Started(3, Part(last))]
+        assert flight.DispatchFlight(SCHEDULE, started, 1.0).ended() == ended
+        assert flight.MailboxFlight(SCHEDULE, parts, program).ended() == ended
+        parts = outputs(Part(0), Part(last))
+        assert flight.CollectiveFlight(SCHEDULE, parts, program, 1.0).ended() == ended
+
+
 class EndedError(Exception):
     """In place of the end of the process."""
 
