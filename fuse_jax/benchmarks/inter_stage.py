@@ -16,9 +16,16 @@ scoring_hidden   share of scoring done before the last sample was generated
 migrated         live samples moved
 tokens_equal     tokens, log-probs, values and scores are the serial run's, bit by bit
 scheduler_share  of the wall time, what the controller took for itself: looking whether devices are
-                 done, deciding, laying out batches, keeping samples, counts and the timeline
-dispatch_share   of the wall time, what it spent in calls of JAX that start programs, send arrays,
-                 or read them, whatever that takes inside; what is left of the wall time it slept
+                 done, deciding, laying out scoring batches on the host, unpacking chunks and
+                 scores, keeping samples, counts and the timeline
+dispatch_share   of the wall time, what it spent in calls that start programs, send arrays (weights,
+                 prompts, scoring batches, caches that move) or read them, with all that such a call
+                 does on the host, as checking a scoring batch against the vocabularies; what is
+                 left of the wall time it slept
+scheduler_cpu_share, dispatch_cpu_share
+                 the same without what other threads had the core for: the models of all devices are
+                 computed on the controller's own cores here, which takes it off them
+looks            how often it looked at the devices
 
 The serial baseline has the same instances, slots and micro-batches, and scores on all devices.
 """
@@ -248,6 +255,9 @@ def line(case: str, setting: Setting, plan: Plan, outcome: Outcome, serial: Outc
         "tokens_equal": equal(outcome, serial),
         "scheduler_share": round(outcome.counts.scheduler_s / wall, 4),
         "dispatch_share": round(outcome.counts.dispatch_s / wall, 4),
+        "scheduler_cpu_share": round(outcome.counts.scheduler_cpu_s / wall, 4),
+        "dispatch_cpu_share": round(outcome.counts.dispatch_cpu_s / wall, 4),
+        "looks": outcome.counts.looks,
     }
 
 

@@ -25,6 +25,8 @@ class Counts:
     `failed` instances given up; `batches` scoring batches, with `padding_rows` in all;
     `scheduler_s` seconds the controller took for itself, `dispatch_s` in calls that dispatch to
     devices or read from them (moving arrays and weights, starting programs); the rest it slept.
+    Both are wall time, with what other threads kept its core for; the `_cpu_s` ones are without.
+    `looks` at the devices.
     """
 
     migrated: int = 0
@@ -34,6 +36,9 @@ class Counts:
     padding_rows: int = 0
     scheduler_s: float = 0.0
     dispatch_s: float = 0.0
+    scheduler_cpu_s: float = 0.0
+    dispatch_cpu_s: float = 0.0
+    looks: int = 0
 
 
 @dataclass

@@ -19,6 +19,7 @@ class Readiness:
         self.columns = tuple(columns)
         self._states = {column: [GENERATING] * samples for column in columns}
         self._left = samples * len(columns)  # columns of samples that are not there
+        self._waiting = 0  # columns due
         self._due: dict[str, list[deque[int]]] = {
             column: [deque() for _ in range(buckets)] for column in columns
         }
@@ -28,11 +29,17 @@ class Readiness:
         """Whether every column of every sample is there."""
         return not self._left
 
+    @property
+    def any_due(self) -> bool:
+        """Whether any column of any sample is due."""
+        return self._waiting > 0
+
     def finish(self, sample: int, bucket: int) -> None:
         """A sample is generated: all its columns are due."""
         for column in self.columns:
             self._move((sample,), column, GENERATING, DUE)
             self._due[column][bucket].append(sample)
+        self._waiting += len(self.columns)
 
     def due(self) -> dict[str, list[int]]:
         """Column -> how many samples of each bucket are due."""
@@ -43,12 +50,14 @@ class Readiness:
         queue = self._due[column][bucket]
         taken = tuple(queue.popleft() for _ in range(min(rows, len(queue))))
         self._move(taken, column, DUE, DISPATCHED)
+        self._waiting -= len(taken)
         return taken
 
     def give_back(self, column: str, bucket: int, samples: Sequence[int]) -> None:
         """What `take` gave could not be scored: due again, before all others."""
         self._move(samples, column, DISPATCHED, DUE)
         self._due[column][bucket].extendleft(reversed(samples))
+        self._waiting += len(samples)
 
     def complete(self, column: str, samples: Sequence[int]) -> None:
         """Their column is there."""

@@ -30,9 +30,10 @@ from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Scored
 from fuse_jax.scoring.reward_function import RewardResult
 
-# Seconds between two looks at the devices while nothing changes: short at first, then longer. While
-# prompts wait for slots a chunk is read before the next is launched, and a device waits for it.
-SHORT_PAUSES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
+# Seconds between two looks: the timeline says when something should have ended, but a chunk that
+# finds all its samples finished ends early, and rewards come when they come.
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 2e-2
+CALM = 8  # looks in vain after which it is asked whether anything is in flight at all
 T = TypeVar("T")
 
 
@@ -46,18 +47,10 @@ def run(instances: Sequence[Instance], job: Job) -> Outcome:
     return Controller(instances, job).run()
 
 
-def long_pauses(costs: Costs, geometry: Geometry) -> tuple[float, ...]:
-    """Pauses while every device has its next piece of work already.
-
-    What is seen late then costs nothing, but for the few times when an instance changes what it
-    does; and looking costs a core. So they start near an eighth of the shortest piece.
-    """
+def longest_pause(costs: Costs, geometry: Geometry) -> float:
+    """Seconds between two looks, at most: a quarter of the shortest piece of work."""
     shortest = min(geometry.chunk * costs.decode(1, 1), *map(min, costs.score_ms.values()))
-    eighth = min(max(shortest / 8e3, SHORT_PAUSES[0]), 1e-2)
-    pauses = [eighth / 2, eighth]
-    while 2 * pauses[-1] <= SHORT_PAUSES[-1]:
-        pauses.append(2 * pauses[-1])
-    return tuple(pauses)
+    return min(max(shortest / 4e3, SHORTEST_PAUSE), LONGEST_PAUSE)
 
 
 class Controller:
@@ -75,8 +68,8 @@ class Controller:
             check_request(instances[0].engine, request)
         self.room = policy.admission(job.costs, self.geometry)
         self.timeline = Timeline(len(instances))
-        self.calls, self.asleep = Stopwatch(), Stopwatch()
-        shared = (job.models, job.seed_key, self.timeline, self.calls)
+        self.whole, self.calls, self.asleep = Stopwatch(), Stopwatch(), Stopwatch()
+        shared = (job.models, job.seed_key, self.timeline, self.calls, job.costs)
         self.lanes = [Lane(one, *shared) for one in instances]
         buckets = len(self.geometry.buckets)
         self.table = Readiness(len(requests), self.geometry.columns, buckets)
@@ -91,32 +84,20 @@ class Controller:
         self.ends = [0.0] * len(instances)  # for streaming: expected ms of each instance's end
         self.late = [0.0] * len(instances)  # and its samples expected to outlast all instances
         self._cause: Exception | None = None
-        self._again: list[int] = []  # lanes read from in the last look
-        self._long_pauses = long_pauses(job.costs, self.geometry)
-        self._pauses = SHORT_PAUSES
+        self._unread = [0] * len(instances)  # pieces of each lane that have ended
+        self._longest_pause = longest_pause(job.costs, self.geometry)
 
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> Outcome:
         """Until every sample has every column, and its reward where a function gives it."""
-        began = time.perf_counter()
-        self._assign()
-        self._decide()
-        idle = 0
-        while not self._complete():
-            if self._read(idle):
-                self._decide()
-                idle = 0
-            else:
-                if idle == len(self._pauses):
-                    self._check_going_on()
-                with self.asleep:
-                    time.sleep(self._pauses[min(idle, len(self._pauses) - 1)])
-                idle += 1
+        with self.whole:
+            self._drive()
         total = self.timeline.now()
-        taken = time.perf_counter() - began - self.asleep.seconds
-        self.counts.dispatch_s = self.calls.seconds
-        self.counts.scheduler_s = taken - self.counts.dispatch_s
+        counts, away = self.counts, (self.calls, self.asleep)
+        counts.dispatch_s, counts.dispatch_cpu_s = self.calls.seconds, self.calls.cpu
+        counts.scheduler_s = self.whole.seconds - sum(watch.seconds for watch in away)
+        counts.scheduler_cpu_s = self.whole.cpu - sum(watch.cpu for watch in away)
         self.timeline.wait()
         samples = [sample for sample in self.samples if sample is not None]
         return Outcome(
@@ -130,28 +111,52 @@ class Controller:
             total_ms=total,
         )
 
+    def _drive(self) -> None:
+        self._assign()
+        self._decide()
+        idle = 0
+        while not self._complete():
+            if self._read():
+                self._decide()
+                idle = 0
+            else:
+                if idle == CALM:
+                    self._check_going_on()
+                pause = self._pause()
+                with self.asleep:
+                    time.sleep(pause)
+                idle += 1
+
     def _complete(self) -> bool:
         if self.unfinished or not self.table.done:
             return False
         return self.job.text_rewards is None or len(self.rewards) == len(self.samples)
 
-    def _read(self, idle: int) -> bool:
-        """Take what has become ready; whether anything has. `idle` looks before found nothing."""
-        look = {*self.timeline.settle(), *self._again}
-        if idle % 4 == 3:  # some arrays of a program may have been there a little after the others
-            look = range(len(self.lanes))
-        self._again.clear()
-        for index in sorted(look):
-            lane = self.lanes[index]
-            chunk = lane.chunk_ready()
-            if chunk:
-                self._read_chunk(lane)
-            score = lane.score_ready()  # asked now: reading the chunk may have ended the instance
-            if score:
-                self._read_score(lane)
-            if chunk or score:
-                self._again.append(index)  # there may be more, but what is due comes first
-        return self._poll_rewards() or bool(self._again)
+    def _pause(self) -> float:
+        """Seconds to sleep now that nothing can be read."""
+        if max(self._unread) > 0:  # an array of a program may be there a little after the others
+            return SHORTEST_PAUSE
+        until = self.timeline.next_look() / 1e3
+        return min(max(until, SHORTEST_PAUSE), self._longest_pause)
+
+    def _read(self) -> bool:
+        """Take what has become ready, a piece of each kind a lane; whether anything has."""
+        self.counts.looks += 1
+        for index in self.timeline.settle():
+            self._unread[index] += 1
+        before = sum(self._unread)
+        for index, unread in enumerate(self._unread):
+            if unread > 0:
+                self._read_lane(self.lanes[index])
+        return self._poll_rewards() or sum(self._unread) != before
+
+    def _read_lane(self, lane: Lane) -> None:
+        if lane.chunk_ready():
+            self._unread[lane.index] -= 1
+            self._read_chunk(lane)
+        if lane.score_ready():  # asked now: reading the chunk may have ended the instance
+            self._unread[lane.index] -= 1
+            self._read_score(lane)
 
     def _decide(self) -> None:
         """Dispatch what is due after something has changed.
@@ -164,8 +169,16 @@ class Controller:
         while failed != self.counts.failed:
             failed = self.counts.failed
             self._dispatch_due()
-        waits = self.backlog or any(lane.waiting for lane in self.lanes)
-        self._pauses = SHORT_PAUSES if waits else self._long_pauses
+        self.timeline.hurry = self._hurry()
+
+    def _hurry(self) -> bool:
+        """Whether an instance has nothing to do, and what others end may be for it."""
+        generating = 0
+        idle = False
+        for lane in self.lanes:
+            generating += lane.generates
+            idle = idle or (lane.alive and not lane.busy)
+        return idle and (self.plan.handoff or generating < 2)
 
     def _dispatch_due(self) -> None:
         self._migrate()
@@ -173,7 +186,7 @@ class Controller:
             if lane.leaving and lane.alive and not lane.in_flight:
                 self._depart(lane)
         for lane in self.lanes:
-            if lane.generates or self.backlog:
+            if self.backlog or (lane.generates and lane.in_flight < policy.CHUNKS_IN_FLIGHT):
                 self._launch(lane)
             if not lane.has_weights and lane.alive:
                 self._attempt(lane, lane.bring_weights)
@@ -300,6 +313,8 @@ class Controller:
 
     def _offer(self) -> None:
         """Batches to instances that may score, the least supplied first."""
+        if not self.table.any_due:
+            return
         state = (self.unfinished, len(self.backlog))
         free = [
             lane
@@ -391,6 +406,7 @@ class Controller:
         self._cause = self._cause or error
         self.counts.failed += 1
         unfinished, units = lane.abandon()
+        self._unread[lane.index] = 0
         for unit in units:
             self.table.give_back(unit.column, unit.bucket, unit.samples)
         if not self._alive():

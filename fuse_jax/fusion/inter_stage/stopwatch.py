@@ -9,35 +9,33 @@ from typing import Any
 
 
 class Stopwatch:
-    """Runs within `with`; one within another counts once. For one thread."""
+    """Runs within `with`; one within another counts once. For one thread.
+
+    `seconds` is wall time, `cpu` the part of it that this thread had a core for.
+    """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self._depth, self._since = 0, 0.0
+        self.seconds, self.cpu = 0.0, 0.0
+        self._depth, self._since, self._cpu_since = 0, 0.0, 0.0
 
     def __enter__(self) -> None:
         if not self._depth:
-            self._since = time.perf_counter()
+            self._since, self._cpu_since = time.perf_counter(), time.thread_time()
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if not self._depth:
             self.seconds += time.perf_counter() - self._since
+            self.cpu += time.thread_time() - self._cpu_since
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, with the watch running while it does."""
 
         @functools.wraps(function)
         def wrapped(*args: Any, **options: Any) -> Any:
-            if self._depth:
+            with self:
                 return function(*args, **options)
-            self._depth, since = 1, time.perf_counter()
-            try:
-                return function(*args, **options)
-            finally:
-                self._depth = 0
-                self.seconds += time.perf_counter() - since
 
         return wrapped
 
