@@ -198,7 +198,11 @@ class _Device:
                 result = functions.backward_input(*of, **ends)
             else:
                 sums, result = functions.backward(*of, sums, **ends)
-        run, sent = self.transport.send(run, row, result.reshape(-1), self.room)
+        # The end of a task is noted when its sums are there too: a W has nothing else, and a device
+        # that hangs in them is in the task. Only a message inside a task need not wait for them.
+        noted = kind == "W" or (kind == "B" and self.transport.ticked)
+        after = jax.tree.leaves(sums) if noted else []
+        run, sent = self.transport.send(run, row, result.reshape(-1), self.room, after)
         pools, all_sums = {**state.pools, name: pool}, {**state.sums, name: sums}
         return _State(pools, all_sums, run), sent
 

@@ -245,7 +245,8 @@ ffi::Error RecvImpl(int64_t id, Head head, ffi::Result<ffi::AnyBuffer> out) {
   return ffi::Error::Success();
 }
 
-ffi::Error SendImpl(int64_t id, ffi::AnyBuffer x, Head head, Zero out) {
+// What comes after the head is only to be there before: the task's other results.
+ffi::Error SendImpl(int64_t id, ffi::AnyBuffer x, Head head, ffi::RemainingArgs, Zero out) {
   out->typed_data()[0] = 0.0f;
   Caller c;
   ffi::Error error = Enter(id, head.typed_data(), &c);
@@ -285,7 +286,7 @@ ffi::Error MarkImpl(int64_t id, Head head, Zero out) {
   return ffi::Error::Success();
 }
 
-ffi::Error LeaveImpl(int64_t id, ffi::AnyBuffer, Head head, Zero out) {
+ffi::Error LeaveImpl(int64_t id, ffi::AnyBuffer, Head head, ffi::RemainingArgs, Zero out) {
   out->typed_data()[0] = 0.0f;
   Caller c;
   ffi::Error error = Enter(id, head.typed_data(), &c);
@@ -341,6 +342,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MailboxSend, SendImpl,
                                   .Attr<int64_t>("program")
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Head>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     MailboxMark, MarkImpl,
@@ -350,6 +352,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MailboxLeave, LeaveImpl,
                                   .Attr<int64_t>("program")
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Head>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     MailboxFinish, FinishImpl,

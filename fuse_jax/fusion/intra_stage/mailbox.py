@@ -15,6 +15,7 @@ import functools
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,18 +67,19 @@ class Progress(NamedTuple):
 
 
 def unavailable_because() -> str:
-    """Why the mailbox cannot be used here; empty where it can."""
+    """Why the mailbox cannot be used here, in one line; empty where it can.
+
+    The first call builds its library, if that is not there yet.
+    """
     if jax.default_backend() != "cpu":
         return f"the mailbox works between CPU devices, and these are {jax.default_backend()}"
     if jax.process_count() > 1:
         return "the mailbox works inside one process"
-    if native.compiler() is None:
-        return "no C++ compiler was found (install g++, or name one in $CXX)"
-    return ""
+    return native.unavailable_because(SOURCE)
 
 
 def available() -> bool:
-    """Whether the mailbox can be used here (its library may still have to be built)."""
+    """Whether the mailbox can be used here."""
     return not unavailable_because()
 
 
@@ -224,12 +226,14 @@ def send(
     task: Scalar,
     to: Scalar,
     tag: Scalar,
+    after: Sequence[Array] = (),
 ) -> Float[Array, ""]:
-    """Leave `x` as message `tag` for device `to` (none if to < 0) and note the end of `task`.
+    """Leave `x` as message `tag` for device `to` (none if to < 0) and note the end of `task`, once
+    `after` is there.
 
     A tag is used once a run and receiver. Returns 0.0, there once the message is.
     """
-    return _call("send", _ZERO, program, x, _head(run, device, lane, task, to, tag))
+    return _call("send", _ZERO, program, x, _head(run, device, lane, task, to, tag), *after)
 
 
 def mark(
@@ -240,10 +244,17 @@ def mark(
 
 
 def leave(
-    program: Program, x: Array, *, run: Scalar, device: Scalar, lane: Scalar = 0, task: Scalar
+    program: Program,
+    x: Array,
+    *,
+    run: Scalar,
+    device: Scalar,
+    lane: Scalar = 0,
+    task: Scalar,
+    after: Sequence[Array] = (),
 ) -> Float[Array, ""]:
-    """Note the end of `task`, marked before, once its result `x` is there. Returns 0.0."""
-    return _call("leave", _ZERO, program, x, _head(run, device, lane, task))
+    """Note the end of `task`, marked before, once its results `x` and `after` are there. 0.0."""
+    return _call("leave", _ZERO, program, x, _head(run, device, lane, task), *after)
 
 
 def finish(program: Program, *, run: Scalar, device: Scalar, lane: Scalar = 0) -> Float[Array, ""]:

@@ -20,6 +20,8 @@ for ever.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -59,8 +61,13 @@ class Transport(Protocol):
         """First thing in a task: `run`, and its message, flat `[size]`, or None if in its slot."""
         ...
 
-    def send(self, run: Array, row: Row, result: Array, room: int) -> tuple[Array, Any]:
-        """Last thing in a task: `run`, and what `exchange` takes of the flat `result`."""
+    def send(
+        self, run: Array, row: Row, result: Array, room: int, after: list[Array]
+    ) -> tuple[Array, Any]:
+        """Last thing in a task: `run`, and what `exchange` takes of the flat `result`.
+
+        after: what the task makes beside it, and its end is not noted before.
+        """
         ...
 
     def nothing(self, room: int, dtype: Any) -> Any:
@@ -94,7 +101,9 @@ class Mailbox:
         )
         return run, message
 
-    def send(self, run: Array, row: Row, result: Array, room: int) -> tuple[Array, Any]:
+    def send(
+        self, run: Array, row: Row, result: Array, room: int, after: list[Array]
+    ) -> tuple[Array, Any]:
         del room
         device, lane = _place()
         sent = mailbox.send(
@@ -106,6 +115,7 @@ class Mailbox:
             task=row.task,
             to=row.to,
             tag=row.tag,
+            after=after,
         )
         return run + sent.astype(run.dtype), ()
 
@@ -147,11 +157,13 @@ class _Ticked:
             run = run + noted.astype(run.dtype)
         return run, None
 
-    def send(self, run: Array, row: Row, result: Array, room: int) -> tuple[Array, Any]:
+    def send(
+        self, run: Array, row: Row, result: Array, room: int, after: list[Array]
+    ) -> tuple[Array, Any]:
         if self.program is not None:
             device, lane = _place()
             noted = mailbox.leave(
-                self.program, result, run=run, device=device, lane=lane, task=row.task
+                self.program, result, run=run, device=device, lane=lane, task=row.task, after=after
             )
             run = run + noted.astype(run.dtype)
         return run, jnp.pad(result, (0, room - result.size))
@@ -218,15 +230,29 @@ def make_transport(
 
     timeout_s: seconds that the mailbox lets a device wait for another.
 
-    Raises ValueError for a name or number of devices it cannot serve, NativeError where the
-    mailbox cannot be built.
+    Where the mailbox cannot be had, pair and ring work without its notes, and say so once.
+
+    Raises ValueError for a name or number of devices it cannot serve, NativeError where `mailbox`
+    cannot be built.
     """
     if name not in ("mailbox", "pair", "ring"):
         raise ValueError(f"transport {name!r} is not one of mailbox, pair, ring")
     if name == "mailbox":
         return Mailbox(mailbox.Program(devices, lanes, timeout_s))
-    noted = mailbox.Program(devices, lanes, timeout_s) if mailbox.available() else None
+    why = mailbox.unavailable_because()
+    noted = None if why else mailbox.Program(devices, lanes, timeout_s)
+    if why:
+        _warn_unnoted(why)
     return Pair(devices, noted) if name == "pair" else Ring(devices, noted)
+
+
+@functools.cache
+def _warn_unnoted(why: str) -> None:
+    warnings.warn(
+        "pipeline tasks are not noted: a step that fails or hangs ends without the name of its "
+        f"task, and there is no measured timeline ({why})",
+        stacklevel=3,
+    )
 
 
 def _place() -> tuple[Array, Array]:

@@ -259,3 +259,26 @@ def test_a_source_that_does_not_compile_shows_why(tmp_path):
     with pytest.raises(native.NativeError, match=r"broken\.cc"):
         native.build(source, tmp_path)
     assert list(tmp_path.glob("*.so")) == []
+
+
+@pytest.mark.parametrize("how", ["leave", "send"])
+def test_a_task_ends_when_all_that_it_makes_is_there(how):
+    program = mailbox.Program(1)
+
+    def body(x):
+        at = {"run": mailbox.begin(program, 0), "device": 0, "task": 7}
+        at["run"] += mailbox.mark(program, **at).astype(jnp.int32)
+        made = pace(x + at["run"], 40.0)
+        if how == "leave":
+            noted = mailbox.leave(program, jnp.ones(1), **at, after=[made])
+        else:
+            noted = mailbox.send(program, jnp.ones(1), **at, to=-1, tag=0, after=[made])
+        return made, noted[None]
+
+    step = jax.jit(
+        jax.shard_map(body, mesh=mesh(1), in_specs=P(), out_specs=(P(), P("pipe")), check_vma=False)
+    )
+    program.record(True)
+    jax.block_until_ready(step(jnp.ones(3)))
+    ((*_, task, start, end),) = program.spans()
+    assert task == 7 and end - start >= 0.04
