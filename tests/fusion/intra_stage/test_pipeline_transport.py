@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from fuse_jax.fusion.intra_stage.executor import pipeline_mesh
 from fuse_jax.fusion.intra_stage.tables import Row
 from fuse_jax.fusion.intra_stage.transport import Pair, Ring, make_transport
+from fuse_jax.training.pipeline_plan import COSTS
 
 
 def exchanged(transport, devices, even, odd):
@@ -63,3 +64,22 @@ def test_transports_by_name_and_what_they_refuse():
         make_transport("pair", 3)
     with pytest.raises(ValueError, match="'post' is not one of mailbox, pair, ring"):
         make_transport("post", 4)
+
+
+@pytest.mark.parametrize("name", ["pair", "ring"])
+def test_a_transport_is_planned_as_it_waits(name):
+    """In a tick, only for the neighbours it has something for; or for all devices of the ring."""
+    mesh, row = pipeline_mesh(4), Row(*[0] * len(Row._fields))
+
+    def local(entry):
+        given = row._replace(even=entry[0], odd=entry[0])
+        return tuple(make_transport(name, 4).exchange(given, jnp.ones(2)))
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=P("pipe"), out_specs=P("pipe"), check_vma=False
+    )
+    (inside,) = (e.params["jaxpr"] for e in jax.make_jaxpr(mapped)(jnp.zeros(4, jnp.int32)).eqns)
+    names = [equation.primitive.name for equation in inside.eqns]
+    always = "ppermute" in names
+    assert always != ("cond" in names)
+    assert COSTS[name] == ("lockstep" if always else "rendezvous")
