@@ -60,7 +60,7 @@ from fuse_jax.fusion.inter_stage.job import Job, Outcome
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.measure import measure_costs, warm_up
 from fuse_jax.fusion.inter_stage.plot import plot_timeline
-from fuse_jax.fusion.inter_stage.policy import SERIAL, Plan
+from fuse_jax.fusion.inter_stage.policy import SERIAL, Plan, admission
 from fuse_jax.fusion.inter_stage.runtime import run
 from fuse_jax.fusion.inter_stage.simulator import simulate
 from fuse_jax.fusion.inter_stage.spans import figures
@@ -278,14 +278,14 @@ def save_timeline(
 
 def sweep_plans(setting: Setting, samples: int) -> list[Plan]:
     """A grid of R_t and m, small enough to run live."""
-    n, slots = setting.geometry.instances, setting.geometry.slots
+    n, room = setting.geometry.instances, admission(setting.costs, setting.geometry)
     thresholds = {max(1, round(share * samples)) for share in (0.08, 0.15, 0.25, 0.4)}
     keeps = {max(1, round(share * n)) for share in (0.25, 0.375, 0.5, 0.625)}
     return [
         Plan("fixed", threshold=threshold, keep=keep, way="kv")
         for threshold in sorted(thresholds)
         for keep in sorted(keeps)
-        if threshold <= keep * slots and keep < n
+        if threshold <= keep * room and keep < n
     ]
 
 

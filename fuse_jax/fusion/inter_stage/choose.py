@@ -181,7 +181,9 @@ def choose(
         which needs no forecast.
       cap: the most tokens of a response.
       predicted, ratios: see `draw_workloads`. With both, packing is tried too.
-      threshold, keep: R_t and m of `fixed`; `threshold` also fixes R_t of `knee` (0: choose it).
+      threshold, keep: R_t and m of `fixed`, whose R_t is lowered to what m instances take before
+        decoding saturates (`policy.admission`; the plan's `why` says so); `threshold` also fixes
+        R_t of `knee` (0: choose it).
 
     Raises ValueError: an unknown policy, or R_t and m that cannot be.
     """
@@ -190,6 +192,14 @@ def choose(
         raise ValueError(f"policy={policy!r}: choose one of {', '.join(POLICIES)}")
     if policy == "fixed":
         _check_fixed(threshold, keep, geometry)
+        room = keep * admission(costs, geometry)
+        if threshold > room:
+            plan = choose(
+                policy, geometry, costs, prompts, history, cap,
+                draws=draws, seed=seed, threshold=room, keep=keep, way=way,
+            )  # fmt: skip
+            asked = f"threshold={threshold} is more than keep={keep} instances take before decoding"
+            return replace(plan, why=f"{asked} saturates: R_t = {room} instead; {plan.why}")
     if not history.lengths:
         return _unpredicted(policy, geometry, costs, len(prompts), threshold, keep, way)
     draws = min(draws, max(1, BUDGET // (10 * len(prompts))))

@@ -32,7 +32,7 @@ from fuse_jax.scoring.reward_function import RewardResult
 
 # Seconds between two looks: the timeline says when something should have ended, but a chunk that
 # finds all its samples finished ends early, and rewards come when they come.
-SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 2e-2
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 4e-2
 CALM = 8  # looks in vain after which it is asked whether anything is in flight at all
 T = TypeVar("T")
 
@@ -48,9 +48,9 @@ def run(instances: Sequence[Instance], job: Job) -> Outcome:
 
 
 def longest_pause(costs: Costs, geometry: Geometry) -> float:
-    """Seconds between two looks, at most: a quarter of the shortest piece of work."""
+    """Seconds between two looks, at most: half of the shortest piece of work."""
     shortest = min(geometry.chunk * costs.decode(1, 1), *map(min, costs.score_ms.values()))
-    return min(max(shortest / 4e3, SHORTEST_PAUSE), LONGEST_PAUSE)
+    return min(max(shortest / 2e3, SHORTEST_PAUSE), LONGEST_PAUSE)
 
 
 class Controller:

@@ -85,6 +85,16 @@ def test_a_knee_that_keeps_all_does_not_speak_of_migrating():
         assert "migration to" not in plan.why
 
 
+def test_a_fixed_threshold_beyond_saturation_is_lowered_by_name():
+    steep = replace(COSTS, decode=DecodeTable((1, 3, 4), (8,), ((8.0,), (8.0,), (16.0,))))
+    for history in (HISTORY, LengthHistory()):
+        plan = choose("fixed", GEOMETRY, steep, PROMPTS, history, CAP, threshold=16, keep=2)
+        assert (plan.threshold, plan.keep) == (6, 2)
+        assert plan.why.startswith("threshold=16 ") and "R_t = 6" in plan.why
+        fits = choose("fixed", GEOMETRY, steep, PROMPTS, history, CAP, threshold=6, keep=2)
+        assert fits.threshold == 6 and "saturates" not in fits.why
+
+
 def test_every_policy_fills_instances_until_decoding_saturates_and_no_more():
     room = 3
     steep = replace(COSTS, decode=DecodeTable((1, 3, 4), (8,), ((8.0,), (8.0,), (16.0,))))
@@ -233,7 +243,7 @@ def test_the_sweep_holds_what_was_simulated(predict):
     found = sweep(predict, bound_ms=1.0)
     i, j = found.thresholds.index(16), found.keeps.index(2)
     assert found.ms[i, j] == predict(Plan("fixed", threshold=16, keep=2))
-    assert np.isnan(found.ms[i, found.keeps.index(1)])  # 26 samples, 16 slots
+    assert np.isnan(found.ms[i, found.keeps.index(1)])  # 16 samples, but decoding saturates at 9
     threshold, keep, ms = found.best
     assert ms == min(np.nanmin(found.ms), found.handed_ms)
     assert not threshold or ms == predict(Plan("fixed", threshold=threshold, keep=keep))
