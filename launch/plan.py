@@ -32,7 +32,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     help_ = "CPU seconds for each pass; the result then depends on the machine"
     schedule.add_argument("--time_limit", type=float, metavar="S", help=help_)
     schedule.add_argument("--seed", type=int, default=0)
-    help_ = "transport that will run it (intra_stage/cost.py)"
+    help_ = "timing of transfers: ideal, rendezvous, neighbour, lockstep or deferred"
     schedule.add_argument("--cost_model", default="ideal", help=help_)
     schedule.add_argument("--plans", type=Path, metavar="DIR", help="where found plans are kept")
     known, rest = parser.parse_known_args(argv)
@@ -51,8 +51,11 @@ def plan_schedule(arguments: argparse.Namespace) -> None:
     from fuse_jax.fusion.intra_stage.plans import find_plan
     from fuse_jax.fusion.intra_stage.problem_file import load_problem
     from fuse_jax.fusion.intra_stage.report import report_text, schedule_figures, write_report
+    from fuse_jax.fusion.output import output_directory
 
     problem = load_problem(arguments.problem, arguments.overrides)
+    out = arguments.out or Path("runs/schedule") / Path(arguments.problem).stem
+    output_directory(out, "--out")
     found, stored = find_plan(
         problem,
         cost_model=arguments.cost_model,
@@ -67,20 +70,17 @@ def plan_schedule(arguments: argparse.Namespace) -> None:
     print(report_text(problem, figures))
     if stored:
         print(f"{'':<12} (read from the stored plans, not searched again)")
-    out = arguments.out or Path("runs/schedule") / Path(arguments.problem).stem
     for path in write_report(out, found.schedule, serial, figures):
         print(f"{'written':<12} {path}")
 
 
 def main(argv: list[str]) -> int:
-    from fuse_jax.fusion.intra_stage.cost import TransportError
-    from fuse_jax.fusion.intra_stage.problem import ProblemError
-    from fuse_jax.fusion.intra_stage.schedule import ScheduleError
+    from fuse_jax.fusion.intra_stage.plans import REFUSALS
 
     arguments = parse(argv)
     try:
         plan_schedule(arguments)
-    except (ProblemError, ScheduleError, TransportError) as error:
+    except REFUSALS as error:
         print(f"plan.py: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0

@@ -122,6 +122,15 @@ BAD = {
     "value": (["--problem.actor.lag=fast"], "TimeError: actor: lag='fast'"),
     "stages": (["--problem.devices=6"], "DivisibilityError: devices=6"),
     "cap": (["--problem.memory_cap=0.5"], "MemoryCapError: memory_cap=0.5"),
+    "cap of each": (["--problem.memory_cap=[4]"], "memory_cap=[4]: give one number"),
+    "caps": (["--problem.memory_cap=[9,9]"], "memory_cap=[9, 9]: give one number"),
+    "lengths": (['--problem.actor.lengths={"a":1}'], "lengths={'a': 1}: give [M] or [K, M]"),
+    "huge": (["--problem.actor.forward=" + "9" * 400], "must be a finite number"),
+    "budget": (["--evaluations=-5"], "evaluations=-5: give a whole number from 1"),
+    "pass": (["--memory_evaluations=-1"], "memory_evaluations=-1: give a whole number from 0"),
+    "seed": (["--seed=-1"], "seed=-1: give a whole number from 0"),
+    "time": (["--time_limit=nan"], "time_limit=nan: give CPU seconds above 0"),
+    "no time": (["--time_limit=-1"], "time_limit=-1.0: give CPU seconds above 0"),
     "transport": (["--cost_model=carrier_pigeon"], "TransportError: cost_model='carrier_pigeon'"),
 }
 
@@ -133,12 +142,30 @@ def test_bad_input_is_refused_by_name(case, tmp_path, capsys):
     assert run(*first, *arguments, "--out", tmp_path / "out") == 2
     said = capsys.readouterr()
     assert named in said.err and not said.out
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_an_unwritable_directory_is_refused_before_the_search(tmp_path, capsys, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("searched")
+
+    monkeypatch.setattr("fuse_jax.fusion.intra_stage.plans.search", never)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert run("--problem", SMALL, "--out", out) == 2
+        assert f"--out={out}: " in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_be_kept_is_still_given(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run("--problem", SMALL, "--out", tmp_path, "--plans", tmp_path / "file" / "below") == 0
+    assert "27 ms" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "text, named",
     [
+        ('{"order": 1, "problem": 3}', "must hold an object with keys actor, critic"),
         ("{", "is not JSON: Expecting property name"),
         ("[1]", "must hold an object with keys actor, critic"),
         ('{"actor": {}, "critic": {}}', "actor needs the key 'stages'"),
@@ -148,6 +175,12 @@ def test_bad_files_are_refused_by_name(text, named, tmp_path, capsys):
     (tmp_path / "p.json").write_text(text)
     assert run("--problem", tmp_path / "p.json") == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_python_file_that_raises_is_refused(tmp_path, capsys):
+    (tmp_path / "p.py").write_text("def get_config():\n    return 1 / 0\n")
+    assert run("--problem", tmp_path / "p.py") == 2
+    assert "p.py raises ZeroDivisionError: division by zero" in capsys.readouterr().err
 
 
 def test_a_python_file_without_get_config_is_refused(tmp_path, capsys):

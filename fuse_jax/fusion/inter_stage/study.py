@@ -21,6 +21,7 @@ from fuse_jax.fusion.inter_stage.simulator import simulate
 from fuse_jax.fusion.inter_stage.spans import ms_text
 from fuse_jax.fusion.inter_stage.sweep import plot_sweep, sweep, sweep_rows
 from fuse_jax.fusion.inter_stage.workload import Outcome, Workload
+from fuse_jax.fusion.output import OutputError, output_directory
 
 COLUMNS = ("ref_log_probs", "values", "scores")
 
@@ -77,8 +78,11 @@ def run(options: argparse.Namespace) -> str:
     """
     try:
         study = build(options)
+        output_directory(options.out, "--out")
     except StudyError:
         raise
+    except OutputError as error:
+        raise StudyError(str(error)) from None
     except ValueError as error:
         raise StudyError(f"{error} (from the options; --help lists them)") from error
     predict = Predictor(study.geometry, study.costs, study.workloads, study.history)
@@ -92,7 +96,6 @@ def run(options: argparse.Namespace) -> str:
     rows.append(["ideal bound", "", "", ms_text(bound), f"{gain:.3f}", "", "", ""])
     head = ["policy", "R_t", "m", "ms", "x serial", "scoring hidden", "moved", "padding rows"]
     lines = [study.about, "", *table([head, *rows]), "", f"{options.policy}: {drawn.why}"]
-    options.out.mkdir(parents=True, exist_ok=True)
     lines.append(f"written  {_draw(study, drawn, options.out / 'timeline.png')}")
     if options.sweep:
         found = sweep(predict, bound)
@@ -107,6 +110,8 @@ def build(options: argparse.Namespace) -> Study:
     """The setting that `options` describe. Raises StudyError."""
     for name in ("instances", "slots", "prompt", "chunk", "prefill_rows", "draws"):
         _need(getattr(options, name) >= 1, name, getattr(options, name), "give at least 1")
+    _need(0 <= options.seed < 2**63, "seed", options.seed, "give a whole number of at least 0")
+    _check_policy(options)
     for name in ("move_ms", "weights_ms"):
         _need(getattr(options, name) >= 0, name, getattr(options, name), "give 0 or more")
     share = options.scoring_share
@@ -190,14 +195,16 @@ def _lengths(text: str, seed: int) -> tuple[np.ndarray, int, str]:
         return lengths, int(cap), f"median {median:g}, cap {cap:g} (lognormal, σ {sigma:g})"
     path = Path(text)
     _need(path.is_file(), "lengths", text, "name a file, or write lognormal:MEDIAN:CAP[:SIGMA]")
-    content = path.read_text()
     try:
+        content = path.read_text()
         values = json.loads(content) if content.lstrip().startswith("[") else content.split()
-        lengths = np.array([int(value) for value in values])
+        whole = [value if isinstance(value, int) else int(str(value)) for value in values]
     except (ValueError, TypeError) as error:
         fix = "write whole numbers, one a line or as a JSON list"
         raise StudyError(f"--lengths {text}: {error}: {fix}") from error
-    _need(len(lengths) > 0 and lengths.min() >= 1, "lengths", text, "give lengths of at least 1")
+    ok = all(not isinstance(value, bool) and 1 <= value < 10**7 for value in whole)
+    _need(len(whole) > 0 and ok, "lengths", text, "give whole numbers from 1 to 9999999")
+    lengths = np.array(whole)
     return lengths, int(lengths.max()), f"{path.name} (median {np.median(lengths):g})"
 
 
@@ -220,16 +227,29 @@ def _need(ok: bool, name: str, value: object, fix: str) -> None:
         raise StudyError(f"--{name.replace('_', '-')} {value}: {fix}")
 
 
-def _plans(predict: Predictor, options: argparse.Namespace) -> list[Plan]:
-    """One plan a policy, the asked one last."""
-    geometry = predict.geometry
+def _check_policy(options: argparse.Namespace) -> None:
+    """Refuse R_t and m that the policy has no use for or no room for."""
     if options.policy == "fixed":
         keep, threshold = options.keep, options.threshold
-        fix = f"keep 1 to {geometry.instances - 1} of the {geometry.instances} instances"
-        _need(1 <= keep < geometry.instances, "keep", keep, fix)
-        room = keep * geometry.slots
+        fix = f"keep 1 to {options.instances - 1} of the {options.instances} instances"
+        if options.instances == 1:
+            fix = "one instance has none to free: give --instances 2 or more, or another --policy"
+        _need(1 <= keep < options.instances, "keep", keep, fix)
+        room = keep * options.slots
         fix = f"between 1 and {room}, the slots of --keep {keep}"
         _need(1 <= threshold <= room, "threshold", threshold, fix)
+    else:
+        _need(not options.keep, "keep", options.keep, "it goes with --policy fixed only")
+    if options.policy not in ("fixed", "knee"):
+        fix = "it goes with --policy fixed or knee only"
+        _need(not options.threshold, "threshold", options.threshold, fix)
+    most = options.instances * options.slots
+    fix = f"give 0 to {most}, the slots of all instances (0: chosen)"
+    _need(0 <= options.threshold <= most, "threshold", options.threshold, fix)
+
+
+def _plans(predict: Predictor, options: argparse.Namespace) -> list[Plan]:
+    """One plan a policy, the asked one last."""
     others = [p for p in ("serial", "knee", "simulated", "stream") if p != options.policy]
     asked = {"threshold": options.threshold, "keep": options.keep}
     handed = Plan("hand-off", why="hand-off without migration")

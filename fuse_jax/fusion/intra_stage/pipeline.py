@@ -80,8 +80,10 @@ def per_stage(
 
 
 def _is_number(value: Any, maximum: float) -> bool:
-    real = isinstance(value, Real) and not isinstance(value, bool)
-    return real and 0 <= float(value) <= maximum
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    number: Any = value  # compared as it is: a whole number may be too large for a float
+    return 0 <= number <= maximum
 
 
 def whole_number(value: Any, low: int, key: str) -> int:
@@ -160,7 +162,7 @@ class Pipeline:
 
     def _checked_lengths(self, lengths: Any) -> tuple[Any, ...]:
         """[M] or [K, M] as tuples of finite non-negative floats; K is checked by the problem."""
-        if isinstance(lengths, (str, bytes)) or not hasattr(lengths, "__len__"):
+        if isinstance(lengths, (str, bytes, Mapping)) or not hasattr(lengths, "__len__"):
             raise LengthsError(f"lengths={lengths!r}: give [M] or [K, M] numbers")
         rows = lengths if len(lengths) and hasattr(lengths[0], "__len__") else [lengths]
         checked = []

@@ -9,19 +9,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fuse_jax.fusion.intra_stage.problem import Problem
+from absl import logging
+
+from fuse_jax.fusion.intra_stage.bounds import BoundFinder
+from fuse_jax.fusion.intra_stage.cost import TransportError
+from fuse_jax.fusion.intra_stage.problem import TICKS_PER_MS, Problem, ProblemError, to_quanta
 from fuse_jax.fusion.intra_stage.schedule import Schedule, ScheduleError
 from fuse_jax.fusion.intra_stage.search import SearchResult, search
 from fuse_jax.fusion.intra_stage.search_peak import lower_peak
+from fuse_jax.fusion.output import OutputError
 
 # Part of every file's name: raise it when the same settings give other schedules.
 FORMAT = 3
+
+
+class PlanSettingError(ValueError):
+    """A setting of a search that cannot be; the message names it, its value and the fix."""
+
+
+# What a wrong problem, setting or directory raises: one line to the user, not a traceback.
+REFUSALS = (OutputError, PlanSettingError, ProblemError, ScheduleError, TransportError)
 
 
 def default_directory() -> Path:
@@ -52,8 +66,14 @@ def find_plan(
       result that a time limit had a part in is not stored: another machine might find better.
 
     Raises:
+      PlanSettingError: a budget, time limit or seed that cannot be.
       ScheduleError: the stored file is no valid schedule of the problem (delete it).
     """
+    _check_whole("evaluations", evaluations, 1)
+    _check_whole("memory_evaluations", memory_evaluations, 0)
+    _check_whole("seed", seed, 0)
+    if time_limit is not None and not (0 < time_limit < math.inf):
+        raise PlanSettingError(f"time_limit={time_limit}: give CPU seconds above 0, or none")
     settings = {
         "cost_model": cost_model,
         "evaluations": evaluations,
@@ -69,8 +89,20 @@ def find_plan(
     if memory_evaluations:
         found = lower_peak(found, evaluations=memory_evaluations, time_limit=time_limit, seed=seed)
     if not found.clocked:
-        _write(path, found)
+        try:
+            _write(path, found)
+        except OSError as error:
+            logging.warning(
+                "the plan is not kept in %s (%s): set FUSE_JAX_PLANS to a directory to write in",
+                path.parent,
+                error.strerror or error,
+            )
     return found, False
+
+
+def _check_whole(name: str, value: int, low: int) -> None:
+    if not low <= value < 2**63:
+        raise PlanSettingError(f"{name}={value}: give a whole number from {low} to 2^63 - 1")
 
 
 def _write(path: Path, found: SearchResult) -> None:
@@ -89,10 +121,28 @@ def _read(path: Path, problem: Problem) -> SearchResult:
         stored = Schedule.from_json(json.dumps(plain.pop("schedule")))
         if stored.problem.digest != problem.digest:
             raise ScheduleError("it is the schedule of another problem")
-        schedule = Schedule(problem, stored.order).check()
-        found = SearchResult(schedule=schedule, **plain)
-        if schedule.makespan(found.cost_model) != found.makespan:
-            raise ScheduleError("its makespan does not follow from its order")
-    except (ValueError, KeyError, TypeError) as error:
+        found = SearchResult(schedule=Schedule(problem, stored.order).check(), **plain)
+        _check_figures(found)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ScheduleError(f"{path} is no valid plan ({error}): delete it") from None
     return found
+
+
+def _check_figures(found: SearchResult) -> None:
+    """Reckon a stored plan's figures again. Raises ScheduleError naming the first that is wrong."""
+    problem, schedule = found.schedule.problem, found.schedule
+    cap = None if problem.memory_cap is None else to_quanta(problem.memory_cap)
+    bound = BoundFinder(problem).makespan(cap).makespan / TICKS_PER_MS
+    makespan = schedule.makespan(found.cost_model)
+    right = {
+        "makespan": makespan,
+        "bound": bound,
+        "proven_optimal": makespan == bound,
+        "peak_memory": schedule.peak_memory,
+    }
+    for name, value in right.items():
+        if getattr(found, name) != value:
+            raise ScheduleError(f"its {name} is {getattr(found, name)!r}, should be {value!r}")
+    for name in ("evaluations", "cpu_s"):
+        if not isinstance(getattr(found, name), int | float):
+            raise ScheduleError(f"its {name} is {getattr(found, name)!r}, should be a number")

@@ -138,6 +138,8 @@ class Problem:
         if not self.actor.micro_batches + self.critic.micro_batches:
             raise CountError("micro_batches is 0 for both models: nothing to schedule")
         if self.memory_cap is not None:
+            if isinstance(self.memory_cap, Sequence):
+                raise MemoryCapError(f"memory_cap={self.memory_cap!r}: give one number, or null")
             per_stage(self.memory_cap, 1, "memory_cap", MemoryCapError, LARGEST_ACTIVATION)
             self._check_cap(float(self.memory_cap))
 

@@ -45,19 +45,24 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ProblemFileError(f"problem file {path}: no such file")
     if path.suffix == ".py":
-        make = runpy.run_path(str(path)).get("get_config")
+        try:
+            make = runpy.run_path(str(path)).get("get_config")
+            content: Any = make() if callable(make) else None
+        except Exception as error:  # whatever a user's file raises
+            said = f"{type(error).__name__}: {error}"
+            raise ProblemFileError(f"problem file {path} raises {said}") from error
         if not callable(make):
             raise ProblemFileError(f"problem file {path}: define get_config(), returning a dict")
-        content: Any = make()
         content = content.to_dict() if hasattr(content, "to_dict") else content
     else:
         try:
             content = json.loads(path.read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ProblemFileError(f"problem file {path} is not JSON: {error}") from None
+    if isinstance(content, Mapping) and "order" in content and "problem" in content:
+        content = content["problem"]
     if not isinstance(content, Mapping):
         raise ProblemFileError(f"problem file {path}: must hold an object with keys actor, critic")
-    content = content["problem"] if "order" in content and "problem" in content else content
     return {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in content.items()
     }

@@ -147,6 +147,27 @@ def test_plans_are_read_back_and_checked(tmp_path):
         plans.find_plan(problem, evaluations=20_000, directory=tmp_path)
 
 
+SPOILT = {
+    "null": lambda plain: None,
+    "number": lambda plain: 3,
+    "claim": lambda plain: {**plain, "bound": plain["makespan"] + 1, "proven_optimal": True},
+    "text": lambda plain: {**plain, "bound": "x"},
+    "count": lambda plain: {**plain, "evaluations": "x"},
+    "peak": lambda plain: {**plain, "peak_memory": 0.0},
+    "key": lambda plain: {key: plain[key] for key in plain if key != "order" and key != "bound"},
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_spoilt_plan_is_refused_and_its_file_named(case, tmp_path):
+    problem = llama_problem("13B", "13B", 1)
+    plans.find_plan(problem, evaluations=20_000, directory=tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps(SPOILT[case](json.loads(path.read_text()))))
+    with pytest.raises(ScheduleError, match=f"{path.name} is no valid plan .*: delete it"):
+        plans.find_plan(problem, evaluations=20_000, directory=tmp_path)
+
+
 def test_plans_cut_short_by_time_are_not_kept(tmp_path):
     problem = llama_problem("33B", "65B", 1, cap=1.0)
     found, _ = plans.find_plan(problem, time_limit=0.02, directory=tmp_path)
