@@ -77,7 +77,7 @@ def transports(pipe: int, tensor: int = 1) -> dict[Transport, str]:
     one_process = "" if jax.process_count() == 1 else "it works inside one process"
     odd = f"mesh.pipe={pipe} is odd, and it deals devices into pairs" if pipe % 2 else ""
     return {
-        "mailbox": mailbox.unavailable_because() or (sums if tensor > 1 else ""),
+        "mailbox": (sums if tensor > 1 else "") or mailbox.unavailable_because(),
         "dispatch": one_process,
         "pair": odd,
         "ring": "",

@@ -180,7 +180,7 @@ class CollectiveFlight:
     def _where(self, place: int | None) -> str:
         if self.program is None:
             at = "" if place is None else f" on mesh device {place}"
-            return f"{STEP_FAILED}{at} (no compiler: tasks are not noted)"
+            return f"{STEP_FAILED}{at} (tasks are not noted here)"
         progress = self.program.progress()
         # The device that is in a task the longest holds up the others, which wait for its result.
         # One that has no task yet has entered the step, and is in none.
