@@ -31,7 +31,7 @@ from fuse_jax.training.ppo_state import (
     shape_experience,
 )
 from fuse_jax.training.sample_table import log_samples
-from fuse_jax.training.state import TrainState, check_skipped
+from fuse_jax.training.state import GivenUp, TrainState, check_skipped
 from fuse_jax.training.warm_up import precompile, shapes
 
 LATE_SHOWN = 400  # characters of a program's name and shapes
@@ -41,7 +41,8 @@ EVALUATIONS = ("eval", "greedy_eval")
 def train_ppo(run: Run, parts: PPOParts, train: TrainState, moments: Moments) -> PPOState:
     """Run (or go on with) PPO to its last iteration, or until the KL blows up.
 
-    Raises RuntimeError when more than `ppo.max_skipped_updates` updates had non-finite gradients.
+    Raises GivenUp when more than `ppo.max_skipped_updates` updates had non-finite gradients, or no
+    sample of an iteration has a score.
     """
     config = run.config.ppo
     state = PPOState(
@@ -210,7 +211,7 @@ def _watch(run: Run, state: PPOState, values: dict[str, float]) -> None:
         run.say(f"ppo: stopped: {state.progress.stopped}")
     check_skipped(state.train, config.max_skipped_updates)
     if values["excluded"] >= config.prompts_per_iteration:
-        raise RuntimeError(
+        raise GivenUp(
             f"iteration {state.progress.iteration - 1}: every sample was excluded, so there is "
             "nothing to learn from: mend the reward (samples.jsonl and the messages above say what "
             "it did), then --resume"

@@ -19,6 +19,7 @@ from fuse_jax.config import Config
 from fuse_jax.config_read import ConfigError, read_config
 from fuse_jax.data.packing import pack_demonstrations, pack_preferences
 from fuse_jax.data.records import DataError
+from fuse_jax.fusion.intra_stage.native import NativeError
 from fuse_jax.models.transformer import Params
 from fuse_jax.training import models
 from fuse_jax.training.checkpoint import CheckpointError
@@ -32,12 +33,12 @@ from fuse_jax.training.ppo_parts import build_parts
 from fuse_jax.training.report import write_report
 from fuse_jax.training.reward_model import make_reward_step
 from fuse_jax.training.sft import make_sft_step
-from fuse_jax.training.state import create_state
+from fuse_jax.training.state import GivenUp, create_state
 from fuse_jax.training.supervised import Stage, run_stage
 
 Report = dict[str, Any]
 # Errors whose message is all that a user needs: what is wrong, and the fix.
-REFUSALS = (ConfigError, DataError, CheckpointError)
+REFUSALS = (ConfigError, DataError, CheckpointError, GivenUp, NativeError)
 
 
 def train(

@@ -17,6 +17,10 @@ from fuse_jax.placement.sharding import parameter_specs, replicated
 from fuse_jax.training.optimizers import Optimizer
 
 
+class GivenUp(RuntimeError):
+    """Training that cannot go on; the message says what to mend."""
+
+
 @struct.dataclass
 class TrainState:
     """Per model ('actor', 'critic', 'reward_model'): float32 params, optimiser state, counts.
@@ -132,10 +136,10 @@ def apply_gradients(
 
 
 def check_skipped(state: TrainState, limit: int) -> None:
-    """Raise RuntimeError if a model left out more than `limit` updates. Waits for the device."""
+    """Raise GivenUp if a model left out more than `limit` updates. Waits for the device."""
     for name, skipped in state.skipped.items():
         if int(skipped) > limit:
-            raise RuntimeError(
+            raise GivenUp(
                 f"{name}: {int(skipped)} updates had a gradient that is not finite, more than "
                 f"ppo.max_skipped_updates={limit}: lower the learning rate, or look at the data "
                 "and at the scores in samples.jsonl"

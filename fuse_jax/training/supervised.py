@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 def run_stage(run: Run, stage: Stage, state: TrainState) -> tuple[TrainState, float]:
     """Train to the end of `stage`; returns the state and the seconds it took over all its runs.
 
-    Raises RuntimeError when more than `ppo.max_skipped_updates` updates had non-finite gradients.
+    Raises GivenUp when more than `ppo.max_skipped_updates` updates had non-finite gradients.
     """
     checkpoints = run.checkpoints(stage.name)
     cursor = cursors.start(stage.items, run.config.seed)

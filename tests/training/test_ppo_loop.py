@@ -1,13 +1,16 @@
 """Which samples make a mini-batch, which step takes it, and what is told of an iteration."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fuse_jax.config import PPOConfig
+from fuse_jax.fusion.intra_stage.native import NativeError
 from fuse_jax.training import ppo_loop
 from fuse_jax.training.ppo_state import Progress
+from fuse_jax.training.run import REFUSALS
 
 COUNT = 12
 
@@ -94,3 +97,20 @@ def test_a_minibatch_without_a_valid_sample_moves_nothing_and_is_counted():
     values, _ = update(parts, epochs=1, minibatches=3, valid=valid)
     assert parts.trained == ["both"] * 2 and values["minibatches_empty"] == 1
     assert not set(excluded) & {index for cut in parts.cuts for index in cut}
+
+
+def test_an_iteration_without_a_score_gives_up_and_launchers_say_so_in_one_line():
+    config = SimpleNamespace(ppo=PPOConfig(prompts_per_iteration=4))
+    state: Any = SimpleNamespace(
+        train=SimpleNamespace(skipped={}), progress=SimpleNamespace(iteration=1)
+    )
+    run: Any = SimpleNamespace(config=config, say=print)
+    ppo_loop._watch(run, state, {"kl": 0.0, "excluded": 3.0})
+    with pytest.raises(REFUSALS, match=r"iteration 0: every sample was excluded.*mend") as caught:
+        ppo_loop._watch(run, state, {"kl": 0.0, "excluded": 4.0})
+    assert "\n" not in str(caught.value)
+    state.train.skipped["actor"] = 99
+    with pytest.raises(REFUSALS, match="max_skipped_updates"):
+        ppo_loop._watch(run, state, {"kl": 0.0, "excluded": 0.0})
+    with pytest.raises(REFUSALS):
+        raise NativeError("no library")

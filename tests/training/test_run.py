@@ -18,6 +18,7 @@ from fuse_jax.config_read import ConfigError, default_config
 from fuse_jax.training.checkpoint import CheckpointError
 from fuse_jax.training.metrics import read_lines
 from fuse_jax.training.run import report_text, train
+from fuse_jax.training.state import GivenUp
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -191,7 +192,7 @@ def test_a_stage_that_only_skips_updates_is_given_up(tmp_path, monkeypatch, stag
     config = tiny()
     config.ppo.max_skipped_updates = 3 if stage == "sft" else 4
     config.ppo.minibatches = 8
-    with pytest.raises(RuntimeError, match=r"ppo.max_skipped_updates"):
+    with pytest.raises(GivenUp, match=r"ppo.max_skipped_updates"):
         train(config, tmp_path)
     stages = {row["stage"] for row in read_lines(tmp_path / "metrics.jsonl")}
     assert stages == (set() if stage == "sft" else {"sft", "reward_model", "eval", "ppo"})
@@ -310,7 +311,7 @@ def test_a_run_whose_every_sample_is_excluded_is_given_up(tmp_path):
     config = tiny()
     config.stages = "sft,ppo"
     config.reward.source, config.critic.init = "function", "actor"
-    with pytest.raises(RuntimeError, match="every sample was excluded"):
+    with pytest.raises(GivenUp, match="every sample was excluded"):
         train(config, tmp_path, reward_function=broken_reward)
     assert [row["excluded"] for row in numbers(tmp_path) if row["stage"] == "ppo"] == [16.0]
 
