@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fuse_jax.fusion.inter_stage.costs import Costs
 from fuse_jax.fusion.inter_stage.instances import Instance, to_host
 from fuse_jax.fusion.inter_stage.policy import (
     CHUNKS_IN_FLIGHT,
@@ -60,12 +59,11 @@ class Lane:
         seed_key: Any,
         timeline: Timeline,
         calls: Stopwatch,
-        costs: Costs,
     ) -> None:
         self.instance, self.index = instance, instance.index
         self.alive = True
         self.leaving = False  # its samples move away: nothing more is launched
-        self.timeline, self._calls, self._costs = timeline, calls, costs
+        self.timeline, self._calls = timeline, calls
         self.stats = RolloutStats()
         self._models, self._seed_key = models, seed_key
         self._weights: dict[Role, Model] | None = None
@@ -92,17 +90,7 @@ class Lane:
     def _watch(self, kind: str, array: jax.Array, rows: int) -> None:
         resumed = kind == "resume"
         name = "prefill" if resumed else ""
-        kind = "move" if resumed else kind
-        ms = self._chunk_ms(rows) if kind == "decode" else min(self._costs.prefill_ms.values())
-        self.timeline.dispatched(self.index, kind, array, rows, name, expected=ms)
-
-    def _chunk_ms(self, live: int) -> float:
-        """What a chunk launched now should take."""
-        assert self._batcher is not None
-        contexts = [progress.length for progress in self._batcher.live.values()]
-        decode = self._costs.decode
-        context = max(contexts) if decode.statistic == "longest" else sum(contexts) / len(contexts)
-        return self.instance.engine.rollout.chunk * decode(live, context)
+        self.timeline.dispatched(self.index, "move" if resumed else kind, array, rows, name)
 
     @property
     def generates(self) -> bool:
@@ -196,8 +184,9 @@ class Lane:
             pending = scorer.dispatch(unit.column, batch, self._weights)
         self._units[-1] = unit._replace(pending=pending)
         ids = tuple(sample.sample_id for sample in samples)
-        last, ms = pending.arrays[-1], self._costs.score_ms[unit.column][unit.bucket]
-        self.timeline.dispatched(self.index, "score", last, len(ids), unit.column, ids, ms)
+        self.timeline.dispatched(
+            self.index, "score", pending.arrays[-1], len(samples), unit.column, ids
+        )
 
     @property
     def oldest_unit(self) -> Unit:

@@ -34,5 +34,6 @@ def give(target: Lane, move: Move, rows: object, samples: list[Progress]) -> Non
         return
     placed = batcher.attach(rows, samples)  # type: ignore[arg-type]
     # The caches are nearly all there is to send: small arrays may be there long before.
-    ids, ms = tuple(move.sample_ids), move.predicted_ms
-    target.timeline.dispatched(target.index, "move", placed.values, len(ids), "kv", ids, ms)
+    target.timeline.dispatched(
+        target.index, "move", placed.values, len(samples), "kv", tuple(move.sample_ids)
+    )

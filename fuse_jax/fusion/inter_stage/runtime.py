@@ -30,10 +30,9 @@ from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Scored
 from fuse_jax.scoring.reward_function import RewardResult
 
-# Seconds between two looks: the timeline says when something should have ended, but a chunk that
-# finds all its samples finished ends early, and rewards come when they come.
-SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 4e-2
-CALM = 8  # looks in vain after which it is asked whether anything is in flight at all
+# Seconds between two looks at the devices while nothing changes: short at first, then longer. While
+# prompts wait for slots a chunk is read before the next is launched, and a device waits for it.
+SHORT_PAUSES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
 T = TypeVar("T")
 
 
@@ -47,10 +46,18 @@ def run(instances: Sequence[Instance], job: Job) -> Outcome:
     return Controller(instances, job).run()
 
 
-def longest_pause(costs: Costs, geometry: Geometry) -> float:
-    """Seconds between two looks, at most: half of the shortest piece of work."""
+def long_pauses(costs: Costs, geometry: Geometry) -> tuple[float, ...]:
+    """Pauses while every device has its next piece of work already.
+
+    What is seen late then costs nothing, but for the few times when an instance changes what it
+    does; and looking costs a core. So they start near an eighth of the shortest piece.
+    """
     shortest = min(geometry.chunk * costs.decode(1, 1), *map(min, costs.score_ms.values()))
-    return min(max(shortest / 2e3, SHORTEST_PAUSE), LONGEST_PAUSE)
+    eighth = min(max(shortest / 8e3, SHORT_PAUSES[0]), 1e-2)
+    pauses = [eighth / 2, eighth]
+    while 2 * pauses[-1] <= SHORT_PAUSES[-1]:
+        pauses.append(2 * pauses[-1])
+    return tuple(pauses)
 
 
 class Controller:
@@ -69,7 +76,7 @@ class Controller:
         self.room = policy.admission(job.costs, self.geometry)
         self.timeline = Timeline(len(instances))
         self.whole, self.calls, self.asleep = Stopwatch(), Stopwatch(), Stopwatch()
-        shared = (job.models, job.seed_key, self.timeline, self.calls, job.costs)
+        shared = (job.models, job.seed_key, self.timeline, self.calls)
         self.lanes = [Lane(one, *shared) for one in instances]
         buckets = len(self.geometry.buckets)
         self.table = Readiness(len(requests), self.geometry.columns, buckets)
@@ -84,8 +91,9 @@ class Controller:
         self.ends = [0.0] * len(instances)  # for streaming: expected ms of each instance's end
         self.late = [0.0] * len(instances)  # and its samples expected to outlast all instances
         self._cause: Exception | None = None
-        self._unread = [0] * len(instances)  # pieces of each lane that have ended
-        self._longest_pause = longest_pause(job.costs, self.geometry)
+        self._again: list[int] = []  # lanes read from in the last look
+        self._long_pauses = long_pauses(job.costs, self.geometry)
+        self._pauses = SHORT_PAUSES
 
     # ------------------------------------------------------------------ the loop
 
@@ -116,15 +124,14 @@ class Controller:
         self._decide()
         idle = 0
         while not self._complete():
-            if self._read():
+            if self._read(idle):
                 self._decide()
                 idle = 0
             else:
-                if idle == CALM:
+                if idle == len(self._pauses):
                     self._check_going_on()
-                pause = self._pause()
                 with self.asleep:
-                    time.sleep(pause)
+                    time.sleep(self._pauses[min(idle, len(self._pauses) - 1)])
                 idle += 1
 
     def _complete(self) -> bool:
@@ -132,31 +139,24 @@ class Controller:
             return False
         return self.job.text_rewards is None or len(self.rewards) == len(self.samples)
 
-    def _pause(self) -> float:
-        """Seconds to sleep now that nothing can be read."""
-        if max(self._unread) > 0:  # an array of a program may be there a little after the others
-            return SHORTEST_PAUSE
-        until = self.timeline.next_look() / 1e3
-        return min(max(until, SHORTEST_PAUSE), self._longest_pause)
-
-    def _read(self) -> bool:
-        """Take what has become ready, a piece of each kind a lane; whether anything has."""
+    def _read(self, idle: int) -> bool:
+        """Take what has become ready; whether anything has. `idle` looks before found nothing."""
         self.counts.looks += 1
-        for index in self.timeline.settle():
-            self._unread[index] += 1
-        before = sum(self._unread)
-        for index, unread in enumerate(self._unread):
-            if unread > 0:
-                self._read_lane(self.lanes[index])
-        return self._poll_rewards() or sum(self._unread) != before
-
-    def _read_lane(self, lane: Lane) -> None:
-        if lane.chunk_ready():
-            self._unread[lane.index] -= 1
-            self._read_chunk(lane)
-        if lane.score_ready():  # asked now: reading the chunk may have ended the instance
-            self._unread[lane.index] -= 1
-            self._read_score(lane)
+        look = {*self.timeline.settle(), *self._again}
+        if idle % 4 == 3:  # some arrays of a program may have been there a little after the others
+            look = range(len(self.lanes))
+        self._again.clear()
+        for index in sorted(look):
+            lane = self.lanes[index]
+            chunk = lane.chunk_ready()
+            if chunk:
+                self._read_chunk(lane)
+            score = lane.score_ready()  # asked now: reading the chunk may have ended the instance
+            if score:
+                self._read_score(lane)
+            if chunk or score:
+                self._again.append(index)  # there may be more, but what is due comes first
+        return self._poll_rewards() or bool(self._again)
 
     def _decide(self) -> None:
         """Dispatch what is due after something has changed.
@@ -169,16 +169,8 @@ class Controller:
         while failed != self.counts.failed:
             failed = self.counts.failed
             self._dispatch_due()
-        self.timeline.hurry = self._hurry()
-
-    def _hurry(self) -> bool:
-        """Whether an instance has nothing to do, and what others end may be for it."""
-        generating = 0
-        idle = False
-        for lane in self.lanes:
-            generating += lane.generates
-            idle = idle or (lane.alive and not lane.busy)
-        return idle and (self.plan.handoff or generating < 2)
+        waits = self.backlog or any(lane.waiting for lane in self.lanes)
+        self._pauses = SHORT_PAUSES if waits else self._long_pauses
 
     def _dispatch_due(self) -> None:
         self._migrate()
@@ -406,7 +398,6 @@ class Controller:
         self._cause = self._cause or error
         self.counts.failed += 1
         unfinished, units = lane.abandon()
-        self._unread[lane.index] = 0
         for unit in units:
             self.table.give_back(unit.column, unit.bucket, unit.samples)
         if not self._alive():
