@@ -3,13 +3,13 @@
 The same models, data and settings as `quickstart.py`. The host's CPU is split into 4 devices, which
 rounds sums another way: `gold` lies within 0.05 of that of the serial run on the same 4 devices
 (`--config.mesh.pipe=1 --config.fusion.intra_stage.actor_stages=0
---config.fusion.intra_stage.critic_stages=0 --config.fusion.inter_stage.policy=serial`). Between stages: each device is a generation instance of its own;
-finished samples are scored on the devices that are done while the others generate. Inside the
-update: actor and critic train in pipelines of two stages (two replicas each) that run in opposite
-directions and fill each other's bubbles. On so few cores this shows how it works, not how fast:
-virtual devices share them, and models this small are trained faster whole. With
-`--config.fusion.inter_stage.policy=serial`, or `--config.fusion.intra_stage.schedule=serial`, every
-figure stays the same, bit by bit.
+--config.fusion.intra_stage.critic_stages=0 --config.fusion.inter_stage.policy=serial`). Between
+stages: each device is a generation instance of its own; finished samples are scored on the devices
+that are done while the others generate. Inside the update: actor and critic train in pipelines of
+two stages (two replicas each) that run in opposite directions and fill each other's bubbles. On so
+few cores this shows how it works, not how fast: virtual devices share them, and models this small
+are trained faster whole. With `--config.fusion.inter_stage.policy=serial`, or
+`--config.fusion.intra_stage.schedule=serial`, every figure stays the same, bit by bit.
 
 The work directory holds the timelines, `inter_stage.png` of an iteration's generation and scoring
 and `pipeline.png` of an update, each with its trace for https://ui.perfetto.dev.
