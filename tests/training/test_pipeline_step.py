@@ -132,6 +132,7 @@ def test_the_timeline_of_a_warm_update_is_drawn(step, shared):
     assert len(planned) == 2 * 2 * 2 * COUNT  # devices x models x kinds x micro-batches
 
 
+@pytest.mark.slow  # compiles a program a task
 def test_dispatched_updates_give_the_same_numbers(step, shared):
     dispatched = pipelines(transport="dispatch", timeout=60.0)
     other = PipelineStep(dispatched, BOTH)

@@ -111,7 +111,12 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-@pytest.mark.parametrize("stop_after", [0, 1, 2, 3])
+SLOW = pytest.mark.slow  # the first and the last stand for them by default
+
+
+@pytest.mark.parametrize(
+    "stop_after", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3]
+)
 def test_resume_is_bit_equal_from_every_iteration(undisturbed, tmp_path, monkeypatch, stop_after):
     from fuse_jax.training import ppo_loop
 
