@@ -266,8 +266,8 @@ ROLLOUT = [
     Mutant(
         "a response that ended is called truncated",
         "fuse_jax/rollout/batcher.py",
-        "truncated=self.tokens[-1] not in stop_tokens",
-        "truncated=self.tokens[-1] in stop_tokens",
+        "truncated=int(tokens[-1]) not in stop_tokens",
+        "truncated=int(tokens[-1]) in stop_tokens",
         ("tests/rollout/test_batcher.py::test_every_prompt_comes_out_once_with_consistent_arrays",),
     ),
     Mutant(
@@ -570,7 +570,7 @@ INTER_STAGE = [
     Mutant(
         "a sample that is read again draws its first token again",
         "fuse_jax/rollout/batcher.py",
-        "[len(progress.tokens) for progress in chosen]",
+        "[progress.generated for progress in chosen]",
         "[0 for progress in chosen]",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_a_tail_read_again_agrees_within_the_margin",
@@ -631,11 +631,84 @@ INTER_STAGE = [
     Mutant(
         "work starts before the device is free",
         "fuse_jax/fusion/inter_stage/timeline.py",
-        "self._end(work, max(work.dispatched, self._free_at[instance]))",
-        "self._end(work, work.dispatched)",
+        "start = max(start, self._free_at[work.instance])",
+        "pass",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_the_timeline_holds_every_kind_of_work_without_overlap",
         ),
+    ),
+    Mutant(
+        "ends are as late as the look that sees them",
+        "fuse_jax/fusion/inter_stage/timeline.py",
+        "self._end(work, (at - self._started) * 1e3)",
+        "self._end(work, self.now())",
+        (
+            "tests/fusion/inter_stage/test_overhead.py::test_an_end_is_noted_when_it_is_and_not_when_it_is_seen",
+        ),
+    ),
+    Mutant(
+        "what a given-up instance still does is told",
+        "fuse_jax/fusion/inter_stage/timeline.py",
+        "if not self._dropped[work.instance]:",
+        "if True:",
+        (
+            "tests/fusion/inter_stage/test_overhead.py::test_what_an_instance_given_up_ends_later_is_not_told",
+        ),
+    ),
+    Mutant(
+        "copies of weights hold up the work behind them",
+        "fuse_jax/fusion/inter_stage/timeline.py",
+        '(instance, kind == "weights")',
+        "instance",
+        ("tests/fusion/inter_stage/test_overhead.py::test_weights_hold_nothing_up",),
+    ),
+    Mutant(
+        "a program that failed ends the thread that waits for it",
+        "fuse_jax/fusion/inter_stage/watchers.py",
+        "contextlib.suppress(Exception)",
+        "contextlib.suppress(KeyError)",
+        ("tests/fusion/inter_stage/test_overhead.py::test_what_failed_has_ended_too",),
+    ),
+    Mutant(
+        "a thread keeps what it waited for",
+        "fuse_jax/fusion/inter_stage/watchers.py",
+        "            due = array = None  # it may hold a cache",
+        "            pass",
+        (
+            "tests/fusion/inter_stage/test_overhead.py::test_a_timeline_tells_what_ended_and_lets_go_of_it",
+        ),
+    ),
+    Mutant(
+        "threads outlive their run",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "            self.timeline.close()",
+        "            pass",
+        ("tests/fusion/inter_stage/test_overhead.py::test_no_thread_outlives_a_run_that_fails",),
+    ),
+    Mutant(
+        "a finished sample is no news",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "if finished or lane.leaving or self.backlog:",
+        "if lane.leaving or self.backlog:",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_every_plan_gives_the_serial_bits[handoff]",
+        ),
+    ),
+    Mutant(
+        "the last chunk of an instance that leaves is no news",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "if finished or lane.leaving or self.backlog:",
+        "if finished or self.backlog:",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_the_tail_moves_as_soon_as_its_last_chunk_is_read",
+        ),
+    ),
+    Mutant(
+        "calls that dispatch count as the host's work around them",
+        "fuse_jax/fusion/inter_stage/stopwatch.py",
+        "        self._running.append(name)",
+        "        self._running.append(self._running[-1] if self._running else name)",
+        ("tests/fusion/inter_stage/test_overhead.py::test_a_watch_runs_for_one_thing_at_a_time",),
     ),
     Mutant(
         "what comes back waits behind all others",

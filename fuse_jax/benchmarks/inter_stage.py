@@ -15,17 +15,20 @@ predicted_s      simulated, with these response lengths and measured costs
 scoring_hidden   share of scoring done before the last sample was generated
 migrated         live samples moved
 tokens_equal     tokens, log-probs, values and scores are the serial run's, bit by bit
-scheduler_share  of the wall time, what the controller took for itself: looking whether devices are
-                 done, deciding, laying out scoring batches on the host, unpacking chunks and
-                 scores, keeping samples, counts and the timeline
+scheduler_share  of the wall time, what the controller took for itself: taking note of what has
+                 ended, deciding, keeping samples, counts and the timeline
+host_share       of the wall time, what batcher and scorer took of its thread for what they do
+                 without a controller too: filling slots, unpacking chunks and scores, laying out
+                 scoring batches
 dispatch_share   of the wall time, what it spent in calls that start programs, send arrays (weights,
                  prompts, scoring batches, caches that move) or read them, with all that such a call
                  does on the host, as checking a scoring batch against the vocabularies; what is
                  left of the wall time it slept
-scheduler_cpu_share, dispatch_cpu_share
-                 the same without what other threads had the core for: the models of all devices are
+..._cpu_share    the same without what other threads had the core for: the models of all devices are
                  computed on the controller's own cores here, which takes it off them
-looks            how often it looked at the devices
+watching_cpu_share
+                 of the threads that wait for devices, in place of the controller
+looks            how often it woke
 
 The serial baseline has the same instances, slots and micro-batches, and scores on all devices.
 """
@@ -56,7 +59,7 @@ from fuse_jax.fusion.inter_stage.instances import (
     instance_rollout,
     to_host,
 )
-from fuse_jax.fusion.inter_stage.job import Job, Outcome
+from fuse_jax.fusion.inter_stage.job import SHARES, Job, Outcome
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.measure import measure_costs, warm_up
 from fuse_jax.fusion.inter_stage.plot import plot_timeline
@@ -238,6 +241,13 @@ def line(case: str, setting: Setting, plan: Plan, outcome: Outcome, serial: Outc
     found = figures(outcome.timeline.spans, setting.geometry.instances)
     wall = outcome.total_ms / 1e3
     predicted = setting.predicted(plan)
+    counts = outcome.counts
+    shares = {
+        f"{name}_{kind}": round(seconds[name] / wall, 4)
+        for kind, seconds in (("share", counts.seconds), ("cpu_share", counts.cpu_seconds))
+        for name in SHARES
+        if name != "asleep"
+    }
     return {
         "case": case,
         "policy": plan.policy,
@@ -251,13 +261,11 @@ def line(case: str, setting: Setting, plan: Plan, outcome: Outcome, serial: Outc
         "speedup": round(serial.total_ms / outcome.total_ms, 3),
         "scoring_hidden": round(found.scoring_hidden, 3),
         "utilisation": round(found.utilisation, 3),
-        "migrated": outcome.counts.migrated,
+        "migrated": counts.migrated,
         "tokens_equal": equal(outcome, serial),
-        "scheduler_share": round(outcome.counts.scheduler_s / wall, 4),
-        "dispatch_share": round(outcome.counts.dispatch_s / wall, 4),
-        "scheduler_cpu_share": round(outcome.counts.scheduler_cpu_s / wall, 4),
-        "dispatch_cpu_share": round(outcome.counts.dispatch_cpu_s / wall, 4),
-        "looks": outcome.counts.looks,
+        **shares,
+        "watching_cpu_share": round(counts.watching_cpu_s / wall, 4),
+        "looks": counts.looks,
     }
 
 

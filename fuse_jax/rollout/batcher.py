@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,39 +40,60 @@ class Request:
 
 @dataclass(eq=False)  # one is equal to itself only; compared often
 class Progress:
-    """A request and what has been read back of its response so far."""
+    """A request and what has been read back of its response so far: `generated` tokens.
+
+    They stay where they were read, and are put together when they are asked for.
+    """
 
     request: Request
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
+    generated: int = 0
+    _parts: list[tuple[Draw | Chunk, int, int]] = field(default_factory=list)
+
+    def record(self, drawn: Draw | Chunk, row: int, count: int) -> None:
+        """Its next tokens: the first `count` steps of `row` of what was drawn, on the host."""
+        self._parts.append((drawn, row, count))
+        self.generated += count
 
     @property
     def length(self) -> int:
         """Tokens of the prompt and of the response so far."""
-        return len(self.request.prompt_tokens) + len(self.tokens)
+        return len(self.request.prompt_tokens) + self.generated
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Of the response so far, int32."""
+        return self._joined("tokens", np.int32)
 
     def as_prompt(self) -> Request:
         """The request with the response so far at the end of its prompt."""
-        if not self.tokens:
+        if not self.generated:
             return self.request
-        tokens = np.array(self.tokens, np.int32)
-        return replace(
-            self.request, prompt_tokens=np.concatenate([self.request.prompt_tokens, tokens])
-        )
+        tokens = np.concatenate([self.request.prompt_tokens, self.tokens])
+        return replace(self.request, prompt_tokens=tokens)
 
     def sample(self, stop_tokens: tuple[int, ...]) -> Sample:
         """The finished sample. Truncated: the last token is no stop token."""
-        request = self.request
+        request, tokens = self.request, self.tokens
+        has_gaps = self._parts[0][0].gaps is not None
         return Sample(
             sample_id=request.sample_id,
             prompt_tokens=request.prompt_tokens,
-            response_tokens=np.array(self.tokens, np.int32),
-            log_probs=np.array(self.log_probs, np.float32),
-            truncated=self.tokens[-1] not in stop_tokens,
-            gaps=np.array(self.gaps, np.float32) if self.gaps else None,
+            response_tokens=tokens,
+            log_probs=self._joined("log_probs", np.float32),
+            truncated=int(tokens[-1]) not in stop_tokens,
+            gaps=self._joined("gaps", np.float32) if has_gaps else None,
             meta=request.meta,
         )
+
+    def _joined(self, name: str, dtype: Any) -> np.ndarray:
+        """One array of what was drawn: `[steps, slots]`, or `[rows]` of one step, in each part."""
+        whole = np.empty(self.generated, dtype)
+        start = 0
+        for drawn, row, count in self._parts:
+            array = getattr(drawn, name)
+            whole[start : start + count] = array[row] if array.ndim == 1 else array[:count, row]
+            start += count
+        return whole
 
 
 @dataclass
@@ -200,10 +221,6 @@ class Batcher:
         """Chunks launched and not read."""
         return len(self._launched)
 
-    def is_ready(self) -> bool:
-        """Whether `collect` would return without waiting for the device."""
-        return bool(self._launched) and self._launched[0].chunk.done.is_ready()  # type: ignore[attr-defined]
-
     # ------------------------------------------------------------------ driving it
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -232,19 +249,19 @@ class Batcher:
     def collect(self) -> list[Sample]:
         """Read the oldest launched chunk; returns the samples it finished, by slot."""
         launch = self._launched.popleft()
-        firsts: dict[int, _Drawn] = {}  # many enter from one prefill
+        firsts: dict[int, Draw] = {}  # many enter from one prefill
         for progress, draw, row in launch.entered:
             if id(draw) not in firsts:
-                firsts[id(draw)] = _Drawn.of(self._read(draw))
-            firsts[id(draw)].record(progress, row, 1)
+                firsts[id(draw)] = self._read(draw)
+            progress.record(firsts[id(draw)], row, 1)
         chunk: Chunk = self._read(launch.chunk)
-        drawn, counts, done = _Drawn.of(chunk), chunk.counts.tolist(), chunk.done.tolist()
+        counts, done = chunk.counts.tolist(), chunk.done.tolist()
         self._count(int(chunk.steps), sum(counts))
         finished = []
         for slot, owner in enumerate(launch.owners):
             if owner is None or self._slots[slot] is not owner:
                 continue
-            drawn.record(owner, slot, counts[slot])
+            owner.record(chunk, slot, counts[slot])
             if done[slot]:
                 self._slots[slot] = None
                 finished.append(owner.sample(self.engine.stop_tokens))
@@ -344,7 +361,7 @@ class Batcher:
             (chosen if self._bucket_of(progress) == bucket else passed).append(progress)
         self.queue.extendleft(reversed(passed))
         generated = np.zeros(count, np.int32)
-        generated[: len(chosen)] = [len(progress.tokens) for progress in chosen]
+        generated[: len(chosen)] = [progress.generated for progress in chosen]
         arrays = prefill_arrays([progress.as_prompt() for progress in chosen], count, bucket)
         rows, draw = engine.prefill(self.params, *arrays, self.seed_key, generated=generated)
         self._start(draw)
@@ -356,7 +373,7 @@ class Batcher:
 
     def _bucket_of(self, progress: Progress) -> int:
         engine = self.engine
-        fresh = not progress.tokens
+        fresh = not progress.generated
         return (engine.bucket_of if fresh else engine.resume_bucket_of)(progress.length)
 
     def _slot_index(self, slots: Sequence[int], first: int = 0) -> np.ndarray:
@@ -413,31 +430,6 @@ def prefill_arrays(
         lengths[row], sample_ids[row] = length, request.sample_id
         caps[row] = request.max_new_tokens
     return tokens, lengths, sample_ids, caps
-
-
-class _Drawn(NamedTuple):
-    """What was drawn in a chunk, or as first tokens: of each row (or slot) a list of its steps."""
-
-    tokens: list[list[int]]
-    log_probs: list[list[float]]
-    gaps: list[list[float]] | None
-
-    @staticmethod
-    def of(drawn: Draw | Chunk) -> _Drawn:
-        """From arrays `[steps, slots]`, or `[rows]` of one step, on the host."""
-        tokens, log_probs, gaps = drawn.tokens, drawn.log_probs, drawn.gaps
-        if tokens.ndim == 1:
-            tokens, log_probs = tokens[None], log_probs[None]
-            gaps = None if gaps is None else gaps[None]
-        lists = None if gaps is None else gaps.T.tolist()
-        return _Drawn(tokens.T.tolist(), log_probs.T.tolist(), lists)
-
-    def record(self, progress: Progress, row: int, count: int) -> None:
-        """Add the first `count` steps of `row` to `progress`."""
-        progress.tokens += self.tokens[row][:count]
-        progress.log_probs += self.log_probs[row][:count]
-        if self.gaps is not None:
-            progress.gaps += self.gaps[row][:count]
 
 
 def generate_samples(

@@ -16,6 +16,12 @@ from fuse_jax.scoring.columns import Model, Role, Scored
 from fuse_jax.scoring.reward_function import RewardResult
 from fuse_jax.scoring.sample_rewards import TextRewards
 
+# What the controller's time goes to: its own work (looking at what has ended, deciding, keeping
+# samples, counts and the timeline); what batcher and scorer do on the host, as they do without a
+# controller (filling slots, unpacking chunks, laying out scoring batches, unpacking scores); calls
+# that start programs, send arrays or read them; sleep.
+SHARES = ("scheduler", "host", "dispatch", "asleep")
+
 
 @dataclass
 class Counts:
@@ -23,10 +29,9 @@ class Counts:
 
     `migrated` live samples moved; `rerun` samples started again after their instance failed;
     `failed` instances given up; `batches` scoring batches, with `padding_rows` in all;
-    `scheduler_s` seconds the controller took for itself, `dispatch_s` in calls that dispatch to
-    devices or read from them (moving arrays and weights, starting programs); the rest it slept.
-    Both are wall time, with what other threads kept its core for; the `_cpu_s` ones are without.
-    `looks` at the devices.
+    `seconds` of the controller's thread by `SHARES`, wall time, with what other threads kept its
+    core for; `cpu_seconds` without. `watching_cpu_s`: of the threads that wait for devices.
+    `looks`: how often the controller woke.
     """
 
     migrated: int = 0
@@ -34,10 +39,9 @@ class Counts:
     failed: int = 0
     batches: int = 0
     padding_rows: int = 0
-    scheduler_s: float = 0.0
-    dispatch_s: float = 0.0
-    scheduler_cpu_s: float = 0.0
-    dispatch_cpu_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+    watching_cpu_s: float = 0.0
     looks: int = 0
 
 

@@ -20,7 +20,7 @@ from fuse_jax.fusion.inter_stage.policy import (
 )
 from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch, Timed
 from fuse_jax.fusion.inter_stage.timeline import Timeline
-from fuse_jax.rollout.batcher import Batcher, Progress, RolloutStats, start_copies
+from fuse_jax.rollout.batcher import Batcher, Progress, Request, RolloutStats, start_copies
 from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Model, Role, Scored
 from fuse_jax.scoring.scorer import Pending
@@ -49,7 +49,8 @@ class Unit(NamedTuple):
 class Lane:
     """See the module. `models` may be anywhere; they are brought in when asked for.
 
-    `calls` runs while a call dispatches to devices or reads from them.
+    `watch` runs for "dispatch" while a call dispatches to devices or reads from them, and for
+    "host" while batcher and scorer do on the host what they would without a controller.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class Lane:
         models: Mapping[Role, Model],
         seed_key: Any,
         timeline: Timeline,
-        calls: Stopwatch,
+        watch: Stopwatch,
     ) -> None:
         self.instance, self.index = instance, instance.index
         self.alive = True
         self.leaving = False  # its samples move away: nothing more is launched
-        self.timeline, self._calls = timeline, calls
+        self.timeline, self._watch = timeline, watch
+        self._dispatching, self._on_host = watch.on("dispatch"), watch.on("host")
         self.stats = RolloutStats()
         self._models, self._seed_key = models, seed_key
         self._weights: dict[Role, Model] | None = None
@@ -74,20 +76,22 @@ class Lane:
 
     @cached_property
     def _actor(self) -> Any:
-        with self._calls:
+        with self._dispatching:
             return self.instance.on_mesh("actor", self._models["actor"]).params
 
     @property
     def batcher(self) -> Batcher:
         """Made when first needed; its cache memory is free while there is nothing to generate."""
         if self._batcher is None:
-            engine: Any = Timed(self.instance.engine, ENGINE_CALLS, self._calls)
-            copies = self._calls.timed(start_copies), self._calls.timed(to_host)
-            self._batcher = Batcher(engine, self._actor, self._seed_key, self._watch, *copies)
+            watch, name = self._watch, "dispatch"
+            engine: Any = Timed(self.instance.engine, ENGINE_CALLS, watch, name)
+            copies = watch.timed(name, start_copies), watch.timed(name, to_host)
+            told = watch.timed("scheduler", self._dispatched)
+            self._batcher = Batcher(engine, self._actor, self._seed_key, told, *copies)
             self._batcher.stats = self.stats
         return self._batcher
 
-    def _watch(self, kind: str, array: jax.Array, rows: int) -> None:
+    def _dispatched(self, kind: str, array: jax.Array, rows: int) -> None:
         resumed = kind == "resume"
         name = "prefill" if resumed else ""
         self.timeline.dispatched(self.index, "move" if resumed else kind, array, rows, name)
@@ -122,13 +126,21 @@ class Lane:
         """Whether it has a free slot and nothing that waits for one. Touches no device."""
         return self._batcher is None or (not self._batcher.waiting and self.free_slots > 0)
 
-    def chunk_ready(self) -> bool:
-        """Whether `collect` would not wait."""
-        return self._batcher is not None and self._batcher.is_ready()
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests."""
+        batcher = self.batcher
+        with self._on_host:
+            batcher.submit(requests)
+
+    def launch(self) -> bool:
+        """Fill free slots and dispatch a chunk; False if there is nothing to generate."""
+        with self._on_host:
+            return self.batcher.launch()
 
     def collect(self) -> list[Sample]:
-        """Samples that the oldest chunk finished."""
-        return self.batcher.collect()
+        """Samples that the oldest chunk finished. Waits unless the timeline says it has ended."""
+        with self._on_host:
+            return self.batcher.collect()
 
     def may_launch(self, backlog: int) -> bool:
         """Whether another chunk can usefully be launched now; `backlog` prompts have no instance.
@@ -164,7 +176,7 @@ class Lane:
 
     def bring_weights(self) -> None:
         """Start bringing in what scoring reads."""
-        with self._calls:
+        with self._dispatching:
             self._weights = self.instance.scoring_models(self._models)
         last = [jax.tree.leaves(model.params)[-1] for model in self._weights.values()]
         self.timeline.dispatched(self.index, "weights", last[-1], len(last))
@@ -179,8 +191,9 @@ class Lane:
         self._units.append(unit)  # first, so that nothing is lost if the dispatch raises
         assert self._weights is not None
         scorer = self.instance.scorer
-        batch = scorer.lay_out(unit.bucket, samples)
-        with self._calls:
+        with self._on_host:
+            batch = scorer.lay_out(unit.bucket, samples)
+        with self._dispatching:
             pending = scorer.dispatch(unit.column, batch, self._weights)
         self._units[-1] = unit._replace(pending=pending)
         ids = tuple(sample.sample_id for sample in samples)
@@ -193,18 +206,17 @@ class Lane:
         """The oldest scoring batch; `scored` takes it off."""
         return self._units[0]
 
-    def score_ready(self) -> bool:
-        """Whether reading it would not wait."""
-        pending = self._units[0].pending if self._units else None
-        return pending is not None and pending.is_ready()
-
     def read_oldest(self, scored: Sequence[Scored]) -> None:
-        """Put what the oldest scoring batch says of its samples into `scored`, one a sample."""
+        """Put what the oldest scoring batch says of its samples into `scored`, one a sample.
+
+        Waits unless the timeline says it has ended.
+        """
         unit = self.oldest_unit
         assert unit.pending is not None
-        with self._calls:
+        with self._dispatching:
             arrays = to_host(unit.pending.arrays)
-        unit.pending._replace(arrays=arrays).write(scored)
+        with self._on_host:
+            unit.pending._replace(arrays=arrays).write(scored)
 
     def scored(self) -> None:
         """The oldest scoring batch has been read."""
@@ -234,6 +246,6 @@ def _unfinished(progress: Progress) -> Unfinished:
     return Unfinished(
         request.sample_id,
         len(request.prompt_tokens),
-        len(progress.tokens),
+        progress.generated,
         request.max_new_tokens,
     )

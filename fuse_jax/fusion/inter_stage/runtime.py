@@ -1,8 +1,8 @@
 """The controller of inter-stage fusion: it drives all instances and waits for none of them.
 
-One loop in one thread looks at every instance in turn, takes what has become ready, and dispatches
-what is due: chunks, moves, weights, scoring batches. What to do is decided by `policy`, which the
-simulator asks too (RLHFuse, arXiv 2409.13221 §4); this module only carries it out.
+One loop in one thread sleeps until something has ended on a device, takes what is there, and
+dispatches what is due: chunks, moves, weights, scoring batches. What to do is decided by `policy`,
+which the simulator asks too (RLHFuse, arXiv 2409.13221 §4); this module only carries it out.
 
 An instance whose step raises is given up: its samples start again from their prompts on the others,
 where they come out the same, because a sample's randomness is its own.
@@ -10,7 +10,6 @@ where they come out the same, because a sample's randomness is its own.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -18,9 +17,8 @@ from typing import TypeVar
 from absl import logging
 
 from fuse_jax.fusion.inter_stage import migration, policy
-from fuse_jax.fusion.inter_stage.costs import Costs, Geometry
 from fuse_jax.fusion.inter_stage.instances import Instance, geometry_of
-from fuse_jax.fusion.inter_stage.job import Counts, Job, Outcome
+from fuse_jax.fusion.inter_stage.job import SHARES, Counts, Job, Outcome
 from fuse_jax.fusion.inter_stage.lane import Lane, Unit
 from fuse_jax.fusion.inter_stage.readiness import Readiness
 from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch
@@ -30,9 +28,9 @@ from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Scored
 from fuse_jax.scoring.reward_function import RewardResult
 
-# Seconds between two looks at the devices while nothing changes: short at first, then longer. While
-# prompts wait for slots a chunk is read before the next is launched, and a device waits for it.
-SHORT_PAUSES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
+# The controller wakes when something ends on a device. Of rewards nobody tells it: once they are
+# all that is missing it asks so often, in seconds.
+REWARD_PAUSE, LONG_PAUSE = 2e-3, 1.0
 T = TypeVar("T")
 
 
@@ -44,20 +42,6 @@ def run(instances: Sequence[Instance], job: Job) -> Outcome:
       RuntimeError: every instance failed; the first failure is its cause.
     """
     return Controller(instances, job).run()
-
-
-def long_pauses(costs: Costs, geometry: Geometry) -> tuple[float, ...]:
-    """Pauses while every device has its next piece of work already.
-
-    What is seen late then costs nothing, but for the few times when an instance changes what it
-    does; and looking costs a core. So they start near an eighth of the shortest piece.
-    """
-    shortest = min(geometry.chunk * costs.decode(1, 1), *map(min, costs.score_ms.values()))
-    eighth = min(max(shortest / 8e3, SHORT_PAUSES[0]), 1e-2)
-    pauses = [eighth / 2, eighth]
-    while 2 * pauses[-1] <= SHORT_PAUSES[-1]:
-        pauses.append(2 * pauses[-1])
-    return tuple(pauses)
 
 
 class Controller:
@@ -75,8 +59,8 @@ class Controller:
             check_request(instances[0].engine, request)
         self.room = policy.admission(job.costs, self.geometry)
         self.timeline = Timeline(len(instances))
-        self.whole, self.calls, self.asleep = Stopwatch(), Stopwatch(), Stopwatch()
-        shared = (job.models, job.seed_key, self.timeline, self.calls)
+        self.watch = Stopwatch(*SHARES)
+        shared = (job.models, job.seed_key, self.timeline, self.watch)
         self.lanes = [Lane(one, *shared) for one in instances]
         buckets = len(self.geometry.buckets)
         self.table = Readiness(len(requests), self.geometry.columns, buckets)
@@ -90,23 +74,25 @@ class Controller:
         self.kept: tuple[int, ...] | None = None  # None: not migrated yet
         self.ends = [0.0] * len(instances)  # for streaming: expected ms of each instance's end
         self.late = [0.0] * len(instances)  # and its samples expected to outlast all instances
+        # A chunk that finishes no sample changes nothing but what its own instance does next. Those
+        # are `_quiet`; anything else is `_news`, after which all instances are asked.
+        self._news, self._quiet = False, list[Lane]()
         self._cause: Exception | None = None
-        self._again: list[int] = []  # lanes read from in the last look
-        self._long_pauses = long_pauses(job.costs, self.geometry)
-        self._pauses = SHORT_PAUSES
 
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> Outcome:
         """Until every sample has every column, and its reward where a function gives it."""
-        with self.whole:
-            self._drive()
-        total = self.timeline.now()
-        counts, away = self.counts, (self.calls, self.asleep)
-        counts.dispatch_s, counts.dispatch_cpu_s = self.calls.seconds, self.calls.cpu
-        counts.scheduler_s = self.whole.seconds - sum(watch.seconds for watch in away)
-        counts.scheduler_cpu_s = self.whole.cpu - sum(watch.cpu for watch in away)
-        self.timeline.wait()
+        try:
+            with self.watch.on("scheduler"):
+                self._drive()
+            total = self.timeline.now()
+            self.timeline.wait()
+        finally:
+            self.timeline.close()
+        counts = self.counts
+        counts.seconds, counts.cpu_seconds = self.watch.seconds, self.watch.cpu
+        counts.watching_cpu_s = self.timeline.watching_cpu_s
         samples = [sample for sample in self.samples if sample is not None]
         return Outcome(
             samples=samples,
@@ -122,41 +108,35 @@ class Controller:
     def _drive(self) -> None:
         self._assign()
         self._decide()
-        idle = 0
         while not self._complete():
-            if self._read(idle):
+            with self.watch.on("asleep"):
+                self.timeline.pause(LONG_PAUSE if self.timeline.open else REWARD_PAUSE)
+            self._read()
+            if not self.timeline.open and not self._news and not self._quiet:
+                self._check_going_on()
+            while self._quiet and not self._news:
+                self._launch(self._quiet.pop())
+            if self._news:
                 self._decide()
-                idle = 0
-            else:
-                if idle == len(self._pauses):
-                    self._check_going_on()
-                with self.asleep:
-                    time.sleep(self._pauses[min(idle, len(self._pauses) - 1)])
-                idle += 1
 
     def _complete(self) -> bool:
         if self.unfinished or not self.table.done:
             return False
         return self.job.text_rewards is None or len(self.rewards) == len(self.samples)
 
-    def _read(self, idle: int) -> bool:
-        """Take what has become ready; whether anything has. `idle` looks before found nothing."""
+    def _read(self) -> None:
+        """Take what has become ready."""
         self.counts.looks += 1
-        look = {*self.timeline.settle(), *self._again}
-        if idle % 4 == 3:  # some arrays of a program may have been there a little after the others
-            look = range(len(self.lanes))
-        self._again.clear()
-        for index in sorted(look):
+        for index, kind in self.timeline.settle():
             lane = self.lanes[index]
-            chunk = lane.chunk_ready()
-            if chunk:
+            if not lane.alive:
+                continue  # reading what came before has ended the instance
+            if kind == "decode":
                 self._read_chunk(lane)
-            score = lane.score_ready()  # asked now: reading the chunk may have ended the instance
-            if score:
+            elif kind == "score":
                 self._read_score(lane)
-            if chunk or score:
-                self._again.append(index)  # there may be more, but what is due comes first
-        return self._poll_rewards() or bool(self._again)
+        if self._poll_rewards():
+            self._news = True
 
     def _decide(self) -> None:
         """Dispatch what is due after something has changed.
@@ -165,12 +145,12 @@ class Controller:
         loop asks who is alive before each step, and what is left goes round again: it may be due on
         an instance that had its turn.
         """
+        self._news = False
+        self._quiet.clear()
         failed = -1
         while failed != self.counts.failed:
             failed = self.counts.failed
             self._dispatch_due()
-        waits = self.backlog or any(lane.waiting for lane in self.lanes)
-        self._pauses = SHORT_PAUSES if waits else self._long_pauses
 
     def _dispatch_due(self) -> None:
         self._migrate()
@@ -219,6 +199,10 @@ class Controller:
         for sample in finished:
             self._finish(sample, lane)
         self._expect(lane)
+        if finished or lane.leaving or self.backlog:
+            self._news = True
+        else:
+            self._quiet.append(lane)
 
     def _finish(self, sample: Sample, lane: Lane) -> None:
         """A sample is generated: its columns are due now, and so is its reward."""
@@ -239,11 +223,11 @@ class Controller:
         if lane.alive and self.backlog and not lane.leaving and lane.wants_more():
             rows = policy.pull(lane.free_slots, len(self.backlog), self.geometry)
             taken = [self.backlog.popleft() for _ in range(rows)]
-            if not self._done(lane, lambda: lane.batcher.submit(taken)):
+            if not self._done(lane, lambda: lane.submit(taken)):
                 self.backlog.extendleft(reversed(taken))
         while lane.alive and lane.may_launch(len(self.backlog)):
             self._stream(lane)
-            if not lane.alive or not self._attempt(lane, lambda: lane.batcher.launch()):
+            if not lane.alive or not self._attempt(lane, lane.launch):
                 break
         if not self.backlog:  # else it may be asked again, and would have to make its cache anew
             lane.retire()
@@ -349,6 +333,7 @@ class Controller:
         self._attempt(lane, lambda: lane.score(unit, samples))
 
     def _read_score(self, lane: Lane) -> None:
+        self._news = True
         unit = lane.oldest_unit
         scored = [self.scored[position] for position in unit.samples]
         if self._done(lane, lambda: lane.read_oldest(scored)):
@@ -397,6 +382,7 @@ class Controller:
         logging.exception("instance %d failed and is given up", lane.index)
         self._cause = self._cause or error
         self.counts.failed += 1
+        self._news = True
         unfinished, units = lane.abandon()
         for unit in units:
             self.table.give_back(unit.column, unit.bucket, unit.samples)
@@ -423,5 +409,5 @@ class Controller:
 
     def _submit(self, lane: Lane, requests: list[Request]) -> None:
         """Queue requests on `lane`; if it fails, on another."""
-        if not lane.alive or not self._done(lane, lambda: lane.batcher.submit(requests)):
+        if not lane.alive or not self._done(lane, lambda: lane.submit(requests)):
             self._restart([Progress(request) for request in requests])

@@ -1,22 +1,22 @@
 """What ran where and when in one iteration, recorded without waiting for any device.
 
 A piece of work is noted when it is dispatched, with an array that is ready when the device is done
-with it. `settle` looks at those arrays and fills in the ends. A device works in the order of
-dispatch, so work starts when it is dispatched or when the piece before it has ended. Times are in
-ms from the start of the timeline, as exact as `settle` is called often.
+with it; a thread waits for it (`watchers`), and `settle` fills in the ends it saw. A device works
+in the order of dispatch, so work starts when it is dispatched or when the piece before it has
+ended. Times are in ms from the start of the timeline.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from fuse_jax.fusion.inter_stage.spans import Span
+from fuse_jax.fusion.inter_stage.watchers import Ended, Watchers
 from fuse_jax.fusion.trace import Trace
 
 
@@ -40,11 +40,10 @@ class Finish(NamedTuple):
 
 @dataclass(slots=True)
 class _Work:
-    """Dispatched; `array` is None once it has ended."""
+    """Dispatched, and ended once it is among the records."""
 
     instance: int
     kind: str
-    array: Any
     count: int
     name: str
     dispatched: float
@@ -59,7 +58,7 @@ class _Work:
 
 
 class Timeline:
-    """The timeline of `instances` rows. Costs a clock read a dispatch and a poll a `settle`."""
+    """The timeline of `instances` rows. Close it after use."""
 
     def __init__(self, instances: int) -> None:
         self.instances = instances
@@ -67,8 +66,10 @@ class Timeline:
         self._started = time.perf_counter()
         self._order = 0
         self._free_at = [0.0] * instances
-        self._open: list[deque[_Work]] = [deque() for _ in range(instances)]
-        self._link: list[deque[_Work]] = [deque() for _ in range(instances)]
+        self._open = [0] * instances  # pieces of work that have not ended
+        self._dropped = [False] * instances
+        self._watchers = Watchers()
+        self._seen: list[Ended] = []  # by `pause`, until `settle` notes it
         self._ended: list[_Work] = []
 
     def now(self) -> float:
@@ -85,40 +86,55 @@ class Timeline:
         samples: tuple[int, ...] = (),
     ) -> None:
         """Work of `kind` (see spans.KINDS) was handed to `instance`; `array` is its last result."""
-        work = _Work(instance, kind, array, count, name, self.now(), self._next(), samples)
-        queues = self._link if kind == "weights" else self._open
-        queues[instance].append(work)
+        work = _Work(instance, kind, count, name, self.now(), self._next(), samples)
+        self._open[instance] += 1
+        self._watchers.watch((instance, kind == "weights"), work, array)
 
     def finished(self, sample_id: int, instance: int) -> None:
         """A sample came out of `instance`."""
         self.finishes.append(Finish(sample_id, instance, self.now(), self._next()))
 
-    def settle(self) -> list[int]:
-        """Note the end of everything that has ended, and of which instances. Never waits."""
-        ended = []
-        for instance, queue in enumerate(self._open):
-            if queue and queue[0].array.is_ready():
-                ended.append(instance)
-                while queue and queue[0].array.is_ready():
-                    work = queue.popleft()
-                    self._end(work, max(work.dispatched, self._free_at[instance]))
-                    self._free_at[instance] = work.end
-        for link in self._link:
-            while link and link[0].array.is_ready():
-                work = link.popleft()
-                self._end(work, work.dispatched)
-        return ended
+    def pause(self, seconds: float) -> None:
+        """Until something ends, but no longer than `seconds`."""
+        ended = self._watchers.wait(seconds)
+        if ended is not None:
+            self._seen.append(ended)
+
+    def settle(self) -> list[tuple[int, str]]:
+        """Note the end of everything that has ended; the instance and kind of each. Never waits."""
+        self._seen += self._watchers.ended()
+        found = []
+        for work, at in self._seen:
+            if not self._dropped[work.instance]:
+                self._end(work, (at - self._started) * 1e3)
+                found.append((work.instance, work.kind))
+        self._seen.clear()
+        return found
+
+    @property
+    def open(self) -> bool:
+        """Whether anything dispatched has not ended, as far as `settle` knows."""
+        return any(self._open)
 
     def drop(self, instance: int) -> None:
-        """Forget what was dispatched to an instance that failed: it will not end."""
-        self._open[instance].clear()
-        self._link[instance].clear()
+        """Forget what was dispatched to an instance that failed: it may never end."""
+        self._open[instance], self._dropped[instance] = 0, True
 
     def wait(self) -> None:
         """Wait for everything dispatched, and note its end."""
-        while any(self._open) or any(self._link):
+        self.settle()
+        while self.open:
+            self.pause(1.0)
             self.settle()
-            time.sleep(1e-4)
+
+    def close(self) -> None:
+        """Watch nothing more."""
+        self._watchers.close()
+
+    @property
+    def watching_cpu_s(self) -> float:
+        """Seconds of a core that waiting for devices took."""
+        return self._watchers.cpu
 
     @property
     def records(self) -> list[Record]:
@@ -158,7 +174,11 @@ class Timeline:
         self._order += 1
         return self._order
 
-    def _end(self, work: _Work, start: float) -> None:
-        work.start, work.end = start, max(self.now(), start)
-        work.array = None  # it may hold a cache
+    def _end(self, work: _Work, at: float) -> None:
+        self._open[work.instance] -= 1
+        start = work.dispatched
+        if work.kind != "weights":
+            start = max(start, self._free_at[work.instance])
+            self._free_at[work.instance] = max(at, start)
+        work.start, work.end = start, max(at, start)
         self._ended.append(work)

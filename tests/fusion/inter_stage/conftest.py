@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fuse_jax.benchmarks import paced
 from fuse_jax.buckets import Bucket
 from fuse_jax.config import MeshConfig, RolloutConfig
 from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable
@@ -93,6 +94,16 @@ class World(NamedTuple):
     def job(self, requests: list[Request], plan: Any, **changes: Any) -> Job:
         job = Job(requests, self.models, self.seed_key, plan, COSTS)  # type: ignore[arg-type]
         return dataclasses.replace(job, **changes)
+
+    def paced(self, pace: paced.Pace, lengths: tuple[int, ...]) -> World:
+        """Instances that generate at `pace`; sample i ends after `lengths[i]` tokens."""
+        slow = []
+        for one in self.instances:
+            fields = {f.name: getattr(one.engine, f.name) for f in dataclasses.fields(Engine)}
+            clock = paced.Clock(one.engine.mesh.devices.flat[0])
+            engine = paced.PacedEngine(**fields, pace=pace, lengths=lengths, clock=clock)
+            slow.append(dataclasses.replace(one, engine=engine))
+        return self._replace(instances=slow)
 
     def expected(self, requests: list[Request]) -> tuple[list[Sample], list[Scored]]:
         """The serial path on one instance alone: generate everything, then score everything."""

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
+import threading
 import time
 import weakref
+from typing import ClassVar
 
 import jax
 import numpy as np
 import pytest
 
 from fuse_jax.benchmarks import paced
-from fuse_jax.buckets import Bucket
 from fuse_jax.fusion.inter_stage import lane as lanes
 from fuse_jax.fusion.inter_stage import migration, runtime
-from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable, Geometry
+from fuse_jax.fusion.inter_stage.job import SHARES
 from fuse_jax.fusion.inter_stage.lane import Lane
 from fuse_jax.fusion.inter_stage.policy import Move, Plan
 from fuse_jax.fusion.inter_stage.readiness import Readiness
 from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch
 from fuse_jax.fusion.inter_stage.timeline import Timeline
+from fuse_jax.rollout.batcher import Progress
 from fuse_jax.rollout.engine import Engine
 from fuse_jax.scoring.scorer import Pending, Scorer
 
 HANDOFF = Plan("handoff")
 NOWHERE = np.array([4, 4], np.int32)  # beyond the last slot
+
+
+@pytest.fixture
+def timeline():
+    timeline = Timeline(3)
+    yield timeline
+    timeline.close()
+    while Slow.made:
+        Slow.made.pop().set()
 
 
 @pytest.fixture
@@ -45,28 +55,22 @@ def slowed(monkeypatch):
     return slow
 
 
-def test_host_work_around_a_dispatch_is_the_controllers_own(world, slowed):
-    calls = slowed(Scorer, "lay_out", 0.02)
-    outcome = runtime.run(world.instances, world.job(world.requests(16), HANDOFF))
-    assert outcome.counts.scheduler_s >= 0.02 * len(calls)
-
-
-def test_calls_that_dispatch_and_read_are_not(world, slowed):
-    away = Stopwatch()
-    lane = Lane(world.instances[0], world.models, world.seed_key, Timeline(1), away)
-    lane.batcher.submit(world.requests(2))
-    lane.batcher.launch()  # compiles
+def test_calls_that_dispatch_and_read_count_as_such(world, slowed, timeline):
+    watch = Stopwatch(*SHARES)
+    lane = Lane(world.instances[0], world.models, world.seed_key, timeline, watch)
+    lane.submit(world.requests(2))
+    lane.launch()  # compiles
     lane.collect()
-    before = away.seconds
+    before = watch.seconds["dispatch"]
     slowed(Engine, "generate", 0.3)
     reads = slowed(lanes, "to_host", 0.1)
-    fresh = Lane(world.instances[0], world.models, world.seed_key, Timeline(1), away)
-    fresh.batcher.submit(world.requests(2))
-    fresh.batcher.launch()
-    assert away.seconds - before >= 0.3
-    before = away.seconds
+    fresh = Lane(world.instances[0], world.models, world.seed_key, timeline, watch)
+    fresh.submit(world.requests(2))
+    fresh.launch()
+    assert watch.seconds["dispatch"] - before >= 0.3
+    before = watch.seconds["dispatch"]
     fresh.collect()
-    assert reads and away.seconds - before >= 0.1 * len(reads)
+    assert reads and watch.seconds["dispatch"] - before >= 0.1 * len(reads)
 
 
 def test_giving_up_within_a_step_is_the_controllers_own(world, slowed, monkeypatch):
@@ -80,110 +84,206 @@ def test_giving_up_within_a_step_is_the_controllers_own(world, slowed, monkeypat
     monkeypatch.setattr(Engine, "generate", generate)
     outcome = runtime.run(world.instances, world.job(world.requests(8), HANDOFF))
     assert outcome.counts.failed == 1 and calls
-    assert 0.1 * len(calls) <= outcome.counts.scheduler_s <= outcome.total_ms / 1e3 + 0.1
+    assert 0.1 * len(calls) <= outcome.counts.seconds["scheduler"] <= outcome.total_ms / 1e3 + 0.1
 
 
-# Where a call is counted: the controller's own time, dispatching, or sleep.
+# What a call is counted as.
 KINDS = [
-    (Scorer, "lay_out", 0),
-    (Pending, "write", 0),
-    (Readiness, "finish", 0),
-    (Timeline, "settle", 0),
-    (Engine, "generate", 1),
-    (Engine, "prefill", 1),
-    (Scorer, "dispatch", 1),
-    (lanes, "to_host", 1),
-    (lanes, "start_copies", 1),
+    (Scorer, "lay_out", "host"),
+    (Pending, "write", "host"),
+    (Progress, "record", "host"),
+    (Readiness, "finish", "scheduler"),
+    (Timeline, "settle", "scheduler"),
+    (Timeline, "dispatched", "scheduler"),
+    (Engine, "generate", "dispatch"),
+    (Engine, "prefill", "dispatch"),
+    (Scorer, "dispatch", "dispatch"),
+    (lanes, "to_host", "dispatch"),
+    (lanes, "start_copies", "dispatch"),
+    (Timeline, "pause", "asleep"),
 ]
 
 
-@pytest.mark.parametrize("owner, name, bucket", KINDS)
-def test_a_slow_call_lands_in_one_bucket(world, slowed, owner, name, bucket):
-    def spent() -> tuple[float, ...]:
-        controller = runtime.Controller(world.instances, world.job(world.requests(4), HANDOFF))
-        counts = controller.run().counts
-        assert 0 < counts.scheduler_cpu_s <= counts.scheduler_s + 0.05
-        assert 0 < counts.dispatch_cpu_s <= counts.dispatch_s + 0.05
-        return counts.scheduler_s, counts.dispatch_s
+@pytest.mark.parametrize("owner, name, share", KINDS)
+def test_a_slow_call_lands_in_one_share(world, slowed, monkeypatch, owner, name, share):
+    monkeypatch.setattr(Timeline, "wait", lambda self: None)  # after the run, not counted
 
-    spent()  # compiles
-    usual = spent()
+    def spent() -> dict[str, float]:
+        outcome = runtime.run(world.instances, world.job(world.requests(4), HANDOFF))
+        counts = outcome.counts
+        for name in SHARES:
+            assert 0 < counts.cpu_seconds[name] <= counts.seconds[name] + 0.05
+        assert sum(counts.seconds.values()) == pytest.approx(outcome.total_ms / 1e3, abs=0.05)
+        assert 0 < counts.watching_cpu_s < outcome.total_ms / 1e3
+        return counts.seconds
+
+    def compiled() -> int:
+        return sum(one.scorer.compilations for one in world.instances)
+
+    def steady() -> dict[str, float]:
+        """Of a run that compiles nothing: who scores what differs between runs."""
+        before, found = -1, {}
+        while before != compiled():
+            calls.clear()
+            before, found = compiled(), spent()
+        return found
+
+    calls: list[int] = []
+    usual = steady()
     calls = slowed(owner, name, 0.04)
-    found = spent()
+    found = steady()
     slept = 0.04 * len(calls)
-    assert calls and found[bucket] >= slept
-    # Counted in both, or in the other, it would show there.
-    assert found[1 - bucket] < usual[1 - bucket] + slept / 2
-
-
-def test_devices_with_work_ahead_are_looked_at_less_often():
-    geometry = Geometry(2, 4, 8, 4, (Bucket(44, 2),), ("values",))
-
-    def pauses(step: float, score: float) -> tuple[float, ...]:
-        costs = Costs(DecodeTable((1,), (16,), ((step,),)), {16: 1.0}, {"values": (score,)})
-        return runtime.long_pauses(costs, geometry)
-
-    assert pauses(6.0, 96.0) == (3e-3, 6e-3)  # an eighth of a chunk of 48 ms
-    assert pauses(12.0, 40.0) == (2.5e-3, 5e-3)  # or of a scoring batch
-    assert pauses(1e3, 1e4)[-1] == 1e-2
-    short = pauses(0.1, 0.1)
-    assert short[0] == 1e-4 and 1.6e-3 < short[-1] <= 3.2e-3
+    assert calls and found[share] >= slept
+    # Counted twice, or elsewhere, it would show there. While others sleep the devices go on.
+    for other in set(SHARES) - {share, "asleep"}:
+        assert found[other] < usual[other] + slept / 2
 
 
 class Slow:
     """Stands for an array: ready when told."""
 
-    ready = False
+    made: ClassVar[list[threading.Event]] = []
 
-    def is_ready(self) -> bool:
-        return self.ready
+    def __init__(self) -> None:
+        self.ready = threading.Event()
+        self.made.append(self.ready)
+
+    def block_until_ready(self) -> None:
+        self.ready.wait()
 
 
-def test_a_timeline_tells_where_something_ended_and_lets_go_of_it():
-    timeline, arrays = Timeline(3), [Slow() for _ in range(4)]
-    for instance, array in zip((0, 1, 1, 2), arrays, strict=True):
-        timeline.dispatched(instance, "decode", array, 1)  # type: ignore[arg-type]
-    assert timeline.settle() == [] and timeline.records == []
-    arrays[1].ready = arrays[3].ready = True
-    assert timeline.settle() == [1, 2] and timeline.settle() == []
-    assert [record.span.instance for record in timeline.records] == [1, 2]
+class Broken(Slow):
+    """An array whose program failed."""
+
+    def block_until_ready(self) -> None:
+        raise RuntimeError("the program failed")
+
+
+def dispatch(timeline: Timeline, *instances: int, kind: str = "decode") -> list[Slow]:
+    arrays = [Slow() for _ in instances]
+    for instance, array in zip(instances, arrays, strict=True):
+        timeline.dispatched(instance, kind, array, 1)  # type: ignore[arg-type]
+    return arrays
+
+
+def ended(timeline: Timeline, count: int) -> list[tuple[int, str]]:
+    """The next `count` that end."""
+    found: list[tuple[int, str]] = []
+    for _ in range(count):
+        timeline.pause(5.0)
+        found += timeline.settle()
+        if len(found) >= count:
+            return found
+    raise AssertionError(f"only {found} ended")
+
+
+def test_a_timeline_tells_what_ended_and_lets_go_of_it(timeline):
+    arrays = dispatch(timeline, 0, 1, 1, 2)
+    timeline.pause(0.01)
+    assert timeline.settle() == [] and timeline.records == [] and timeline.open
+    arrays[3].ready.set()
+    assert ended(timeline, 1) == [(2, "decode")]
+    arrays[1].ready.set()
+    assert ended(timeline, 1) == [(1, "decode")]
+    assert timeline.settle() == []
+    assert [record.span.instance for record in timeline.records] == [2, 1]
     gone = weakref.ref(arrays.pop())
-    del array
     assert gone() is None  # it may be a cache
 
 
-def test_a_copy_of_weights_ends_on_its_own_instance():
-    timeline, slow, fast = Timeline(2), Slow(), Slow()
-    timeline.dispatched(0, "weights", slow, 1)  # type: ignore[arg-type]
-    timeline.dispatched(1, "weights", fast, 1)  # type: ignore[arg-type]
-    fast.ready = True
+def test_work_of_one_instance_ends_in_order(timeline):
+    first, second = dispatch(timeline, 1, 1)
+    second.ready.set()
+    timeline.pause(0.01)
+    assert timeline.settle() == []
+    first.ready.set()
+    assert ended(timeline, 2) == [(1, "decode")] * 2
+    one, other = timeline.spans
+    assert one.end <= other.start
+    assert not timeline.open
+
+
+def test_an_end_is_noted_when_it_is_and_not_when_it_is_seen(timeline):
+    (array,) = dispatch(timeline, 0)
+    array.ready.set()
+    timeline.pause(5.0)
+    time.sleep(0.2)
+    late = timeline.now()
     timeline.settle()
+    assert timeline.spans[0].end < late - 100
+
+
+def test_what_failed_has_ended_too(timeline):
+    timeline.dispatched(1, "decode", Broken(), 1)  # type: ignore[arg-type]
+    assert ended(timeline, 1) == [(1, "decode")]
+
+
+def test_what_an_instance_given_up_ends_later_is_not_told(timeline):
+    lost, kept = dispatch(timeline, 0, 1)
+    timeline.drop(0)
+    lost.ready.set()
+    kept.ready.set()
+    assert ended(timeline, 1) == [(1, "decode")]
+    assert not timeline.open and [span.instance for span in timeline.spans] == [1]
+    timeline.wait()
+
+
+def test_a_copy_of_weights_ends_on_its_own_instance(timeline):
+    _, fast = dispatch(timeline, 0, 1, kind="weights")
+    fast.ready.set()
+    assert ended(timeline, 1) == [(1, "weights")]
     assert [span.instance for span in timeline.spans] == [1]
 
 
-def test_one_watch_within_another_counts_once():
-    watch = Stopwatch()
+def test_weights_hold_nothing_up(timeline):
+    dispatch(timeline, 0, kind="weights")
+    (chunk,) = dispatch(timeline, 0)
+    chunk.ready.set()
+    assert ended(timeline, 1) == [(0, "decode")]
+
+
+def join_watchers() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "watcher":
+            thread.join(5.0)
+            assert not thread.is_alive()
+
+
+def test_no_thread_outlives_its_run(world):
+    runtime.run(world.instances, world.job(world.requests(4), HANDOFF))
+    join_watchers()
+
+
+def test_no_thread_outlives_a_run_that_fails(world, monkeypatch):
+    def generate(*_):
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    with pytest.raises(RuntimeError, match="all 4 instances failed"):
+        runtime.run(world.instances, world.job(world.requests(4), HANDOFF))
+    join_watchers()
+
+
+def test_a_watch_runs_for_one_thing_at_a_time():
+    watch = Stopwatch("outer", "inner")
     began = time.perf_counter()
-    with watch, watch:
-        time.sleep(0.02)
-    assert 0.02 <= watch.seconds <= time.perf_counter() - began
+    with watch.on("outer"):
+        with watch.on("inner"), watch.on("inner"):
+            time.sleep(0.02)
+        time.sleep(0.03)
+    whole = time.perf_counter() - began
+    assert watch.seconds["inner"] >= 0.02 and watch.seconds["outer"] >= 0.03
+    assert sum(watch.seconds.values()) == pytest.approx(whole, abs=1e-3)
+    assert all(watch.cpu[name] <= watch.seconds[name] for name in watch.cpu)
 
 
-def test_a_paced_move_takes_its_time_once_and_shows_it(world, monkeypatch):
+def test_a_paced_move_takes_its_time_once_and_shows_it(world, monkeypatch, timeline):
     ms = 300.0
-    pair = []
-    timeline = Timeline(2)
-    for index in range(2):
-        instance = world.instances[index]
-        fields = {f.name: getattr(instance.engine, f.name) for f in dataclasses.fields(Engine)}
-        clock = paced.Clock(instance.engine.mesh.devices.flat[0])
-        pace = paced.NO_PACE._replace(move=ms)
-        engine = paced.PacedEngine(**fields, pace=pace, lengths=(32,) * 4, clock=clock)
-        instance = dataclasses.replace(instance, engine=engine)
-        pair.append(Lane(instance, world.models, world.seed_key, timeline, Stopwatch()))
-    source, target = pair
-    source.batcher.submit(world.requests(2))
-    source.batcher.launch()
+    slow = world.paced(paced.NO_PACE._replace(move=ms), (32,) * 4)
+    shared = (world.models, world.seed_key, timeline, Stopwatch(*SHARES))
+    source, target = (Lane(instance, *shared) for instance in slow.instances[:2])
+    source.submit(world.requests(2))
+    source.launch()
     source.collect()
     rows = source.batcher.engine.extract(source.batcher.state, NOWHERE)
     jax.block_until_ready(target.batcher.engine.place(rows))  # compiles

@@ -1,0 +1,83 @@
+"""Threads that wait for devices, so that the controller need not look whether they are done.
+
+One thread a row (a queue of work that ends in order) blocks on an array of its oldest piece,
+without the interpreter's lock, and says when it was there. Looking at every device in short
+pauses instead costs the controller its core and sees ends late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Ended(NamedTuple):
+    """A piece of work, and the `time.perf_counter()` at which its array was there."""
+
+    work: Any
+    at: float
+
+
+class _Row:
+    """One thread and what it waits for."""
+
+    def __init__(self, ended: queue.SimpleQueue[Ended]) -> None:
+        self.cpu = 0.0
+        self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # A daemon, for a device may never end what it does.
+        threading.Thread(target=self._run, args=(ended,), name="watcher", daemon=True).start()
+
+    def _run(self, ended: queue.SimpleQueue[Ended]) -> None:
+        while (due := self.todo.get()) is not None:
+            work, array = due
+            with contextlib.suppress(Exception):  # whoever reads it is told how it ended
+                array.block_until_ready()
+            due = array = None  # it may hold a cache
+            ended.put(Ended(work, time.perf_counter()))
+            work = None
+            self.cpu = time.thread_time()
+
+
+class Watchers:
+    """See the module. Close it when nothing more is to be watched."""
+
+    def __init__(self) -> None:
+        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._rows: dict[Hashable, _Row] = {}
+
+    def watch(self, row: Hashable, work: Any, array: jax.Array) -> None:
+        """Tell of `work` once `array` is there.
+
+        Work of one row is told of in this order.
+        """
+        if row not in self._rows:
+            self._rows[row] = _Row(self._ended)
+        self._rows[row].todo.put((work, array))
+
+    def wait(self, seconds: float) -> Ended | None:
+        """What ends next; None if nothing does within `seconds`."""
+        try:
+            return self._ended.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def ended(self) -> Iterator[Ended]:
+        """What else has ended by now."""
+        while not self._ended.empty():
+            yield self._ended.get()
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of a core that the threads took."""
+        return sum(row.cpu for row in self._rows.values())
+
+    def close(self) -> None:
+        """End the threads, each once what it waits for has ended. Does not wait for them."""
+        for row in self._rows.values():
+            row.todo.put(None)
