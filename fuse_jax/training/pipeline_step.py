@@ -11,7 +11,7 @@ their stages by sharding alone.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -28,13 +28,22 @@ from fuse_jax.training.state import TrainState
 TIMELINE_AT = 3  # the update whose timeline is noted: warm
 
 
+class _Update(NamedTuple):
+    """The one that is in flight. started: if it is timed; seconds: it took, if that is known."""
+
+    flight: Flight
+    plan: Plan
+    started: float | None
+    seconds: float | None
+
+
 class PipelineStep:
     """Updates of the models in `train` (one of both, or the critic alone), by pipeline."""
 
     def __init__(self, pipelines: Pipelines, train: tuple[str, ...]) -> None:
         self._shared, self._train = pipelines, train
         self._engine: Compiled | Dispatched | None = None
-        self._flight: tuple[Flight, Plan, float | None] | None = None  # start, if it is timed
+        self._flight: _Update | None = None
         self._made = 0  # engines
         self._updates = 0
         self._searched = 0  # the search whose schedules the engine has room for
@@ -73,7 +82,12 @@ class PipelineStep:
         timed &= self._searched == self._shared.searched_again
         started = time.monotonic() if timed else None
         state, metrics, flight = engine(state, prepared, plan.schedule)
-        self._flight, self._shared.land = (flight, plan, started), self._land
+        # A dispatched one may have ended by the time the host has walked through it.
+        seconds = None
+        if started is not None and flight.ended():
+            seconds = time.monotonic() - started
+        self._flight = _Update(flight, plan, started, seconds)
+        self._shared.land = self._land
         self._updates += 1
         shown = {
             "pipeline_fused": plan.fused,
@@ -109,7 +123,7 @@ class PipelineStep:
 
     def _land(self) -> None:
         assert self._flight is not None
-        flight, plan, started = self._flight
+        flight, plan, started, seconds = self._flight
         self._flight = None
         # One that ended while the host did other things (a search takes seconds) says no time.
         late = flight.ended()
@@ -117,7 +131,9 @@ class PipelineStep:
         if len(self._train) == 1:
             return
         if started is not None and not late:
-            self._shared.note(plan, time.monotonic() - started)
+            seconds = time.monotonic() - started
+        if seconds is not None:
+            self._shared.note(plan, seconds)
         if self._updates == TIMELINE_AT + 1:
             self._write_timeline(plan)
 

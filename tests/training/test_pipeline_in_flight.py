@@ -20,7 +20,7 @@ WAITED, SEARCH, COMPILE = 0.25, 5.0, 60.0  # s, in halves of halves: sums are ex
 
 class Flight:
     def __init__(self, run):
-        self.run, self.error, self.early = run, None, False
+        self.run, self.error, self.early = run, None, run.walking > 0
 
     def ended(self):
         return self.early
@@ -48,7 +48,7 @@ class Engine:
         self.run.now += self.run.searching
 
     def __call__(self, state, prepared, schedule):
-        self.run.now += 0.0 if self.compiled else COMPILE
+        self.run.now += self.run.walking if self.compiled else COMPILE
         self.compiled = True
         self.run.flight = Flight(self.run)
         return state, {}, self.run.flight
@@ -59,6 +59,7 @@ class Run:
 
     def __init__(self, monkeypatch):
         self.now, self.searching, self.enough, self.engine = 0.0, 0.0, True, None
+        self.walking = 0.0  # s in the call, in which the update then ends
         self.alive_at_making, self.noted, self.drifts = [], [], False
         mesh = types.SimpleNamespace(shape={"pipe": 2})
         self.shared = Pipelines(IntraStageConfig(), None, mesh, None, {}, say=str)
@@ -95,6 +96,21 @@ def test_only_updates_that_the_host_waited_for_are_timed(run):
     run.searching = 0.0
     run.step.wait()
     assert run.noted == [WAITED] * 2
+
+
+def test_an_update_that_ends_in_its_call_took_as_long_as_that(run):
+    """The host walks through dispatched tasks: it is rarely done before the devices."""
+    run.update()
+    run.walking = WAITED
+    run.update()
+    run.now += SEARCH  # of whatever the host does between two updates
+    run.walking = 2 * WAITED
+    run.update()
+    assert run.noted == [WAITED]
+    run.flight.error = StepError(1, None, "burnt")
+    with pytest.raises(StepError):
+        run.step.wait()
+    assert run.noted == [WAITED]
 
 
 @pytest.mark.parametrize("enough", [True, False])
