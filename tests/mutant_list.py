@@ -813,6 +813,33 @@ INTRA_STAGE = [
             "tests/fusion/intra_stage/test_flight.py::test_a_dispatched_task_that_never_ends_ends_the_process",
         ),
     ),
+    Mutant(
+        "pair is planned as if all its devices waited, and ring as if two did",
+        "fuse_jax/training/pipeline_plan.py",
+        '"pair": "rendezvous",\n    "ring": "lockstep",',
+        '"pair": "lockstep",\n    "ring": "rendezvous",',
+        (
+            "tests/fusion/intra_stage/test_pipeline_transport.py::test_a_transport_is_planned_as_it_waits",
+        ),
+    ),
+    Mutant(
+        "equals are taken in the order of what is available",
+        "fuse_jax/training/pipeline_plan.py",
+        "[n for n in COSTS if not available[n]]",
+        "[n for n in available if not available[n]]",
+        (
+            "tests/training/test_pipeline_plan.py::test_equals_are_taken_in_the_order_of_preference_and_said_to_be_equal",
+        ),
+    ),
+    Mutant(
+        "an update that ends in its call is not timed",
+        "fuse_jax/training/pipeline_step.py",
+        "if started is not None and flight.ended():",
+        "if started is None and flight.ended():",
+        (
+            "tests/training/test_pipeline_in_flight.py::test_an_update_that_ends_in_its_call_took_as_long_as_that",
+        ),
+    ),
 ]
 
 MUTANTS = [*RL, *ROLLOUT, *SCORING, *TRAINING, *INTER_STAGE, *INTRA_STAGE]

@@ -24,8 +24,9 @@ from fuse_jax.fusion.intra_stage.schedule import Schedule
 from fuse_jax.training.pipeline_profile import TaskTimes
 
 Transport = Literal["mailbox", "dispatch", "pair", "ring"]
-# What a schedule takes under each transport; in the order of preference where they are predicted
-# alike.
+# What a schedule takes under each transport. Among those that are predicted alike the first here is
+# taken: a mailbox costs the host nothing a task, as dispatch does, and both call their devices back
+# when one fails, where a collective ends the process; a pair keeps two devices waiting, a ring all.
 COSTS: dict[Transport, CostModel] = {
     "mailbox": "ideal",
     "dispatch": "ideal",
@@ -165,7 +166,12 @@ def choose(planner: Planner, counts: Sequence[int], available: Mapping[Transport
             plans[cost] = other.plan(counts)
     best = min(names, key=lambda name: plans[COSTS[name]].predicted)  # the first of equals
     planner.cost_model = COSTS[best]
-    rest = [f"{n} {plans[COSTS[n]].predicted:.1f} ms" for n in names if n != best]
+    least = plans[COSTS[best]].predicted
+    predicted = {n: plans[COSTS[n]].predicted for n in names if n != best}
+    rest = [
+        f"{n} {ms:.1f} ms{' (equal: less preferred)' if ms == least else ''}"
+        for n, ms in predicted.items()
+    ]
     left_out = [f"{n}: {why}" for n, why in available.items() if why and wanted == "auto"]
     why = "; ".join([*rest, *left_out]) or f"fusion.intra_stage.transport={wanted}"
     return Choice(best, plans[COSTS[best]], why)

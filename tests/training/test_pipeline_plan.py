@@ -14,6 +14,7 @@ from fuse_jax.training.config_check import check_mesh
 from fuse_jax.training.pipeline_plan import COSTS, Planner, choose, rounded
 
 ALL = {"mailbox": "", "dispatch": "", "pair": "", "ring": ""}
+PREFERENCE = ["mailbox", "dispatch", "pair", "ring"]  # no host at work, no process lost, few wait
 
 
 def planner(stages=(4, 4), times=((10, 20), (6, 12)), cost_model="ideal", **settings):
@@ -79,6 +80,19 @@ def test_auto_takes_the_best_predicted_and_the_mailbox_among_equals():
     only = choose(ticked, [8], ALL | {"mailbox": "no", "dispatch": "no"})
     assert only.transport == "pair" and ticked.cost_model == "rendezvous"
     assert only.plan.predicted >= choice.plan.predicted
+
+
+def test_equals_are_taken_in_the_order_of_preference_and_said_to_be_equal():
+    """Stages of one device send nothing, so every transport takes as long."""
+    left = dict(reversed(ALL.items()))  # whose order says nothing
+    for name, *others in (PREFERENCE[i:] for i in range(len(PREFERENCE))):
+        choice = choose(planner(stages=(1, 1)), [8], left)
+        assert choice.transport == name
+        ms = f"{choice.plan.predicted:.1f} ms"
+        assert all(f"{other} {ms} (equal: less preferred)" in choice.why for other in others)
+        left[name] = "gone"
+    slower = choose(planner(), [8], ALL | {"dispatch": "no"})
+    assert "equal" not in slower.why
 
 
 def test_a_named_transport_is_taken():
