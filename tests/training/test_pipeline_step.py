@@ -133,17 +133,40 @@ def test_the_timeline_of_a_warm_update_is_drawn(step, shared):
     assert len(planned) == 2 * 2 * 2 * COUNT  # devices x models x kinds x micro-batches
 
 
+@pytest.fixture(scope="module")
+def dispatched():
+    shared = pipelines(transport="dispatch", timeout=60.0)
+    step = PipelineStep(shared, BOTH)
+    step.precompile(fresh(shared), BATCH)
+    return step, shared
+
+
 @pytest.mark.slow  # compiles a program a task
-def test_dispatched_updates_give_the_same_numbers(step, shared):
-    dispatched = pipelines(transport="dispatch", timeout=60.0)
-    other = PipelineStep(dispatched, BOTH)
-    other.precompile(fresh(dispatched), BATCH)
+def test_dispatched_updates_give_the_same_numbers(step, shared, dispatched):
+    other, dispatched = dispatched
     compiled, (of_compiled, _) = run(step, shared, 2)
     state, (metrics, _) = run(other, dispatched, 2)
     pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(compiled.params), strict=True)
     assert max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs) < 1e-5
     assert metrics.keys() == of_compiled.keys()
     assert metrics["critic_loss"] == pytest.approx(of_compiled["critic_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kl", "reason"), [(faulty_stages.FAIL, "injected fault"), (faulty_stages.HANG, "no end")]
+)
+def test_a_failed_dispatched_update_names_its_task_and_the_next_one_works(
+    dispatched, monkeypatch, kl, reason
+):
+    step, shared = dispatched
+    wanted, _ = run(step, shared, 1)
+    monkeypatch.setattr(step._engine._dispatch, "timeout_s", 0.8)
+    with pytest.raises(StepError, match=reason) as caught:
+        run(step, shared, 1, BATCH._replace(kl_coef=np.float32(kl)))
+    assert caught.value.device == 1 and str(caught.value.task) == "actor[0] B0 on device 1"
+    again, _ = run(step, shared, 1)
+    assert toy.bits(again.params) == toy.bits(wanted.params)
 
 
 @pytest.mark.slow  # compiles twice

@@ -98,17 +98,20 @@ ffi::Error Aborted(Program& p) {
 }
 
 // The device to blame for a wait without end: the one that is in a task and does not wait, the
-// longest; else (all wait) the one that noticed.
+// longest; else (a message is missing) the one that waits for it the longest; else the one that
+// noticed.
 int32_t Culprit(Program& p, int32_t noticed) {
   int32_t found = noticed;
+  State worst = kDone;
   Clock::time_point oldest = Clock::time_point::max();
   for (size_t i = 0; i < p.slots.size(); ++i) {
     Slot& slot = p.slots[i];
     std::lock_guard<std::mutex> lock(slot.mutex);
-    if (slot.state == kRunning && slot.since < oldest) {
-      oldest = slot.since;
-      found = static_cast<int32_t>(i);
-    }
+    if (slot.state != kRunning && (slot.state != kWaiting || worst == kRunning)) continue;
+    if (slot.state == worst && slot.since >= oldest) continue;
+    worst = slot.state;
+    oldest = slot.since;
+    found = static_cast<int32_t>(i);
   }
   return found;
 }

@@ -155,18 +155,23 @@ def test_a_failing_task_is_named_and_the_next_run_works(quick, number, device):
     works(program, step)
 
 
-def test_a_hung_device_is_named_and_refused_when_it_comes_back(quick):
+@pytest.mark.parametrize("task", [9, COUNT * 4 - 1])  # others wait for messages, or at the end
+def test_a_hung_device_is_named_and_refused_when_it_comes_back(quick, task):
     program, step = quick
-    hung = step(jnp.array([-1, 9, 1500], jnp.int32))
-    for part in (0, 2, 3):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="device 1 task 9"):
-            hung.addressable_shards[part].data.block_until_ready()
+    device = task % 4
+    hung = step(jnp.array([-1, task, 2500], jnp.int32))
+    parts = [shard.data for shard in hung.addressable_shards]
+    sleeper = parts.pop(device)
+    for part in parts:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"device {device} task {task}"):
+            part.block_until_ready()
     failure = program.failure()
-    assert (failure.device, failure.task) == (1, 9) and "waited too long" in failure.reason
-    program.drain()  # while it still sleeps
+    assert (failure.device, failure.task) == (device, task) and "waited too" in failure.reason
+    program.drain()
+    assert not sleeper.is_ready()  # nobody had to wait for it
     again = step(NO_FAULT)
     with pytest.raises(jax.errors.JaxRuntimeError, match="was given up earlier"):
-        hung.addressable_shards[1].data.block_until_ready()
+        sleeper.block_until_ready()
     if any(settle(again)):  # the sleeper held up the new run too long as well: that is an end too
         program.drain()
     works(program, step)
@@ -207,6 +212,31 @@ def test_a_message_of_the_wrong_size_ends_the_run():
     )
     errors = settle(step())
     assert "has 12 bytes, not 16" in errors[1]
+
+
+def test_a_message_that_is_never_sent_ends_its_wait_and_the_next_run_works():
+    program = mailbox.Program(2, timeout_s=0.5)
+
+    def body(sends):
+        device = lax.axis_index("pipe")
+        at = {"run": mailbox.begin(program, device), "device": device}
+        to = jnp.where((device == 0) & sends, 1, -1)
+        zero = mailbox.send(program, jnp.ones(3), **at, task=6, to=to, tag=0)
+        zero = pace(zero, jnp.where(device == 1, 100.0, 0.0))  # the other notices first
+        at["run"] += zero.astype(jnp.int32)
+        like, tag = jax.ShapeDtypeStruct((3,), jnp.float32), jnp.where(device == 1, 0, -1)
+        got = mailbox.recv(program, like, **at, task=7, tag=tag)
+        at["run"] += (0.0 * got[0]).astype(jnp.int32)
+        return got[None] + mailbox.finish(program, **at)
+
+    step = jax.jit(
+        jax.shard_map(body, mesh=mesh(2), in_specs=P(), out_specs=P("pipe"), check_vma=False)
+    )
+    errors = settle(step(jnp.asarray(False)))
+    assert all("device 1 task 7" in error for error in errors), errors
+    assert program.failure()[:3] == (1, 0, 7)
+    program.drain()
+    np.testing.assert_array_equal(step(jnp.asarray(True)), [[0.0] * 3, [1.0] * 3])
 
 
 def test_spans_tell_when_tasks_ran():
