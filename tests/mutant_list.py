@@ -679,6 +679,15 @@ INTER_STAGE = [
         ),
     ),
     Mutant(
+        "the interpreter does not wait for threads that wait for devices",
+        "fuse_jax/fusion/inter_stage/watchers.py",
+        "thread.join(max(end - time.monotonic(), 0.0))",
+        "pass",
+        (
+            "tests/fusion/inter_stage/test_overhead.py::test_a_program_ends_in_order_while_a_device_works",
+        ),
+    ),
+    Mutant(
         "threads outlive their run",
         "fuse_jax/fusion/inter_stage/runtime.py",
         "            self.timeline.close()",

@@ -94,8 +94,9 @@ class Pipelines:
         return Planner(self.settings, pipe, self.stages, times)
 
     def note(self, plan: Plan, seconds: float) -> None:
-        """The time of an update that the host waited for, with nothing else in it: is it still in
-        proportion to what the search was told?
+        """The time of an update, with nothing else in it: is it still in proportion to what the
+        search was told? Where the host had dispatched it only when it had ended, that is the host's
+        time, and no less than the devices'.
         """
         if plan.predicted:
             self._ratios.append(1e3 * seconds / plan.predicted)

@@ -222,11 +222,6 @@ class Lane:
         """The oldest scoring batch has been read."""
         self._units.popleft()
 
-    @property
-    def busy(self) -> bool:
-        """Whether anything is in flight."""
-        return bool(self._units or self.in_flight)
-
     # ------------------------------------------------------------------ failure
 
     def abandon(self) -> tuple[list[Progress], list[Unit]]:

@@ -76,7 +76,7 @@ class Controller:
         self.late = [0.0] * len(instances)  # and its samples expected to outlast all instances
         # A chunk that finishes no sample changes nothing but what its own instance does next. Those
         # are `_quiet`; anything else is `_news`, after which all instances are asked.
-        self._news, self._quiet = False, list[Lane]()
+        self._news, self._quiet = False, deque[Lane]()
         self._cause: Exception | None = None
 
     # ------------------------------------------------------------------ the loop
@@ -115,7 +115,7 @@ class Controller:
             if not self.timeline.open and not self._news and not self._quiet:
                 self._check_going_on()
             while self._quiet and not self._news:
-                self._launch(self._quiet.pop())
+                self._launch(self._quiet.popleft())
             if self._news:
                 self._decide()
 
@@ -170,7 +170,7 @@ class Controller:
     def _check_going_on(self) -> None:
         """A controller that waits for nothing would wait for ever."""
         waits = len(self.rewards) < len(self.samples) and not self.unasked and not self.unfinished
-        if any(lane.busy for lane in self.lanes) or (waits and self.job.text_rewards):
+        if waits and self.job.text_rewards:
             return
         raise RuntimeError(
             f"nothing is in flight, but {self.unfinished} samples are unfinished and "

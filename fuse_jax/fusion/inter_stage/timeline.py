@@ -86,6 +86,7 @@ class Timeline:
         samples: tuple[int, ...] = (),
     ) -> None:
         """Work of `kind` (see spans.KINDS) was handed to `instance`; `array` is its last result."""
+        assert not self._dropped[instance], f"instance {instance} was given up"
         work = _Work(instance, kind, count, name, self.now(), self._next(), samples)
         self._open[instance] += 1
         self._watchers.watch((instance, kind == "weights"), work, array)
@@ -119,6 +120,8 @@ class Timeline:
     def drop(self, instance: int) -> None:
         """Forget what was dispatched to an instance that failed: it may never end."""
         self._open[instance], self._dropped[instance] = 0, True
+        for link in (False, True):
+            self._watchers.forget((instance, link))
 
     def wait(self) -> None:
         """Wait for everything dispatched, and note its end."""

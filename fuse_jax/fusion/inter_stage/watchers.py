@@ -7,14 +7,19 @@ pauses instead costs the controller its core and sees ends late.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+
+LEAVE_S = 30.0  # at exit, for what devices still do
+THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Ended(NamedTuple):
@@ -29,19 +34,34 @@ class _Row:
 
     def __init__(self, ended: queue.SimpleQueue[Ended]) -> None:
         self.cpu = 0.0
-        self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # A daemon, for a device may never end what it does.
-        threading.Thread(target=self._run, args=(ended,), name="watcher", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(ended,), name="watcher", daemon=True)
+        THREADS.add(thread)
+        thread.start()
+
+    def watch(self, work: Any, array: jax.Array) -> None:
+        self._todo.put((work, array))
+
+    def close(self) -> None:
+        self._todo.put(None)
+
+    def forget(self) -> None:
+        """All but what it waits for right now."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._todo.get_nowait()
 
     def _run(self, ended: queue.SimpleQueue[Ended]) -> None:
-        while (due := self.todo.get()) is not None:
+        while (due := self._todo.get()) is not None:
             work, array = due
             with contextlib.suppress(Exception):  # whoever reads it is told how it ended
                 array.block_until_ready()
+            at = time.perf_counter()
             due = array = None  # it may hold a cache
-            ended.put(Ended(work, time.perf_counter()))
-            work = None
             self.cpu = time.thread_time()
+            ended.put(Ended(work, at))
+            work = None
 
 
 class Watchers:
@@ -58,7 +78,7 @@ class Watchers:
         """
         if row not in self._rows:
             self._rows[row] = _Row(self._ended)
-        self._rows[row].todo.put((work, array))
+        self._rows[row].watch(work, array)
 
     def wait(self, seconds: float) -> Ended | None:
         """What ends next; None if nothing does within `seconds`."""
@@ -72,6 +92,11 @@ class Watchers:
         while not self._ended.empty():
             yield self._ended.get()
 
+    def forget(self, row: Hashable) -> None:
+        """Let go of what `row` still waits for, but for what may be told of next."""
+        if row in self._rows:
+            self._rows[row].forget()
+
     @property
     def cpu(self) -> float:
         """Seconds of a core that the threads took."""
@@ -80,4 +105,12 @@ class Watchers:
     def close(self) -> None:
         """End the threads, each once what it waits for has ended. Does not wait for them."""
         for row in self._rows.values():
-            row.todo.put(None)
+            row.close()
+
+
+@atexit.register
+def _leave() -> None:
+    """A thread that comes back from a device while the interpreter is torn down aborts it."""
+    end = time.monotonic() + LEAVE_S
+    for thread in list(THREADS):
+        thread.join(max(end - time.monotonic(), 0.0))

@@ -98,8 +98,8 @@ ffi::Error Aborted(Program& p) {
 }
 
 // The device to blame for a wait without end: the one that is in a task and does not wait, the
-// longest; else (a message is missing) the one that waits for it the longest; else the one that
-// noticed.
+// longest; else (a message is missing) the one that waits the longest, though the message that is
+// missing may be another's; else the one that noticed. One that never began is not known of.
 int32_t Culprit(Program& p, int32_t noticed) {
   int32_t found = noticed;
   State worst = kDone;
