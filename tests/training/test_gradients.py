@@ -91,7 +91,11 @@ def whole():
 
 @pytest.mark.parametrize(
     ("buckets", "shards"),
-    [(BUCKETS, 1), ((Bucket(16, 1),), 1), ((Bucket(10, 4), Bucket(24, 4)), 2)],
+    [
+        pytest.param(BUCKETS, 1, marks=pytest.mark.slow),
+        pytest.param((Bucket(16, 1),), 1, marks=pytest.mark.slow),
+        ((Bucket(10, 4), Bucket(24, 4)), 2),
+    ],
 )
 def test_any_cut_bucket_set_and_order_gives_the_same_gradient(whole, buckets, shards):
     params, (expected, expected_metrics) = whole

@@ -134,7 +134,7 @@ def test_the_reference_outlives_the_actors_updates(compiled):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.params))  # donated
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_meshes_give_the_gradients_of_one_device(compiled, sizes):
     hp, single, step = compiled
     experience = toy.toy_experience(8)

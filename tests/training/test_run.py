@@ -111,12 +111,10 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-SLOW = pytest.mark.slow  # the first and the last stand for them by default
+SLOW = pytest.mark.slow  # one in the middle stands for them by default
 
 
-@pytest.mark.parametrize(
-    "stop_after", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3]
-)
+@pytest.mark.parametrize("stop_after", [*(pytest.param(i, marks=SLOW) for i in (0, 1, 3)), 2])
 def test_resume_is_bit_equal_from_every_iteration(undisturbed, tmp_path, monkeypatch, stop_after):
     from fuse_jax.training import ppo_loop
 
@@ -334,6 +332,7 @@ def test_damaged_files_of_a_run_are_refused_by_name(tmp_path, undisturbed):
         train(tiny(), workdir, resume=True)
 
 
+@pytest.mark.slow
 def test_shuffled_control_keeps_the_scores_and_moves_them(tmp_path, undisturbed):
     config = tiny()
     config.reward.control = "shuffled"
