@@ -715,8 +715,8 @@ INTER_STAGE = [
     Mutant(
         "calls that dispatch count as the host's work around them",
         "fuse_jax/fusion/inter_stage/stopwatch.py",
-        "        self._running.append(name)",
-        "        self._running.append(self._running[-1] if self._running else name)",
+        "watch.running, watch.since = self._before.pop(), now",
+        "watch.running = self._before.pop()",
         ("tests/fusion/inter_stage/test_overhead.py::test_a_watch_runs_for_one_thing_at_a_time",),
     ),
     Mutant(

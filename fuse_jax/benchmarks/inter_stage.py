@@ -24,10 +24,10 @@ dispatch_share   of the wall time, what it spent in calls that start programs, s
                  prompts, scoring batches, caches that move) or read them, with all that such a call
                  does on the host, as checking a scoring batch against the vocabularies; what is
                  left of the wall time it slept
-..._cpu_share    the same without what other threads had the core for: the models of all devices are
-                 computed on the controller's own cores here, which takes it off them
+                 (all three with what other threads kept its core for: the models of all devices are
+                 computed on the controller's own cores here)
 watching_cpu_share
-                 of the threads that wait for devices, in place of the controller
+                 of a core, what the threads took that wait for devices
 looks            how often it woke
 
 The serial baseline has the same instances, slots and micro-batches, and scores on all devices.
@@ -243,8 +243,7 @@ def line(case: str, setting: Setting, plan: Plan, outcome: Outcome, serial: Outc
     predicted = setting.predicted(plan)
     counts = outcome.counts
     shares = {
-        f"{name}_{kind}": round(seconds[name] / wall, 4)
-        for kind, seconds in (("share", counts.seconds), ("cpu_share", counts.cpu_seconds))
+        f"{name}_share": round(counts.seconds[name] / wall, 4)
         for name in SHARES
         if name != "asleep"
     }

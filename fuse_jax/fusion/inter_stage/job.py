@@ -29,8 +29,8 @@ class Counts:
 
     `migrated` live samples moved; `rerun` samples started again after their instance failed;
     `failed` instances given up; `batches` scoring batches, with `padding_rows` in all;
-    `seconds` of the controller's thread by `SHARES`, wall time, with what other threads kept its
-    core for; `cpu_seconds` without. `watching_cpu_s`: of the threads that wait for devices.
+    `seconds` of the controller's thread by `SHARES`: wall time, with what other threads kept its
+    core for. `watching_cpu_s`: of a core, of the threads that wait for devices.
     `looks`: how often the controller woke.
     """
 
@@ -40,7 +40,6 @@ class Counts:
     batches: int = 0
     padding_rows: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    cpu_seconds: dict[str, float] = field(default_factory=dict)
     watching_cpu_s: float = 0.0
     looks: int = 0
 

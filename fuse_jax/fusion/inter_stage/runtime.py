@@ -91,7 +91,7 @@ class Controller:
         finally:
             self.timeline.close()
         counts = self.counts
-        counts.seconds, counts.cpu_seconds = self.watch.seconds, self.watch.cpu
+        counts.seconds = self.watch.seconds
         counts.watching_cpu_s = self.timeline.watching_cpu_s
         samples = [sample for sample in self.samples if sample is not None]
         return Outcome(
@@ -292,6 +292,8 @@ class Controller:
         if not self.table.any_due:
             return
         state = (self.unfinished, len(self.backlog))
+        if not policy.may_score(self.plan, 0, *state):  # not even one with nothing else to do
+            return
         free = [
             lane
             for lane in self.lanes

@@ -108,17 +108,13 @@ KINDS = [
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Clocks of the stopwatch that a call can put forward; returns how."""
+    """The stopwatch's clock, which a call can put forward; returns how."""
     ahead = [0.0]
 
     class Ahead:
         @staticmethod
         def perf_counter():
             return time.perf_counter() + ahead[0]
-
-        @staticmethod
-        def thread_time():
-            return time.thread_time() + ahead[0]
 
     monkeypatch.setattr(stopwatch, "time", Ahead)
 
@@ -141,10 +137,9 @@ def test_a_call_counts_in_one_share(world, monkeypatch, clock, owner, name, shar
     monkeypatch.setattr(Timeline, "wait", lambda self: None)  # after the run, not counted
     counts = runtime.run(world.instances, world.job(world.requests(4), HANDOFF)).counts
     assert calls
-    for found in (counts.seconds, counts.cpu_seconds):
-        for other in SHARES:
-            assert found[other] // hours == (len(calls) if other == share else 0)
-            assert 0 < found[other] % hours < 600
+    for other in SHARES:
+        assert counts.seconds[other] // hours == (len(calls) if other == share else 0)
+        assert 0 < counts.seconds[other] % hours < 600
     assert counts.watching_cpu_s > 0
 
 
@@ -306,17 +301,18 @@ def test_a_program_ends_in_order_while_a_device_works():
     assert (done.returncode, done.stderr) == (7, "")
 
 
-def test_a_watch_runs_for_one_thing_at_a_time():
+def test_a_watch_runs_for_one_thing_at_a_time(clock):
     watch = Stopwatch("outer", "inner")
-    began = time.perf_counter()
+    clock(1e3)
     with watch.on("outer"):
-        with watch.on("inner"), watch.on("inner"):
-            time.sleep(0.02)
-        time.sleep(0.03)
-    whole = time.perf_counter() - began
-    assert watch.seconds["inner"] >= 0.02 and watch.seconds["outer"] >= 0.03
-    assert sum(watch.seconds.values()) == pytest.approx(whole, abs=0.05)
-    assert all(watch.cpu[name] <= watch.seconds[name] for name in watch.cpu)
+        clock(1e4)
+        with watch.on("inner"):
+            clock(1e5)
+            with watch.on("inner"), watch.on("outer"):
+                clock(1e6)
+        clock(2e4)
+    clock(1e3)
+    assert watch.seconds == pytest.approx({"outer": 1.03e6, "inner": 1e5}, abs=100)
 
 
 def test_a_paced_move_takes_its_time_once_and_shows_it(world, monkeypatch, timeline):
