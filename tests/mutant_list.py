@@ -631,7 +631,7 @@ INTER_STAGE = [
     Mutant(
         "work starts before the device is free",
         "fuse_jax/fusion/inter_stage/timeline.py",
-        "start = max(start, self._free_at[work.instance])",
+        "start = max(start, self._free_at[instance])",
         "pass",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_the_timeline_holds_every_kind_of_work_without_overlap",
@@ -640,8 +640,8 @@ INTER_STAGE = [
     Mutant(
         "ends are as late as the look that sees them",
         "fuse_jax/fusion/inter_stage/timeline.py",
-        "self._end(work, (at - self._started) * 1e3)",
-        "self._end(work, self.now())",
+        "(at - self._started) * 1e3",
+        "self.now()",
         (
             "tests/fusion/inter_stage/test_overhead.py::test_an_end_is_noted_when_it_is_and_not_when_it_is_seen",
         ),
@@ -649,8 +649,8 @@ INTER_STAGE = [
     Mutant(
         "what a given-up instance still does is told",
         "fuse_jax/fusion/inter_stage/timeline.py",
-        "if not self._dropped[work.instance]:",
-        "if True:",
+        " if not self._dropped[one.work.instance]]",
+        "]",
         (
             "tests/fusion/inter_stage/test_overhead.py::test_what_an_instance_given_up_ends_later_is_not_told",
         ),
@@ -695,21 +695,57 @@ INTER_STAGE = [
         ("tests/fusion/inter_stage/test_overhead.py::test_no_thread_outlives_a_run_that_fails",),
     ),
     Mutant(
-        "a finished sample is no news",
+        "an instance is not asked what is due after its chunk",
         "fuse_jax/fusion/inter_stage/runtime.py",
-        "if finished or lane.leaving or self.backlog:",
-        "if lane.leaving or self.backlog:",
+        "        self._expect(lane)\n        self._changed[lane.index] = lane",
+        "        self._expect(lane)",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_every_plan_gives_the_serial_bits[handoff]",
         ),
     ),
     Mutant(
-        "the last chunk of an instance that leaves is no news",
+        "an instance is not asked what is due after its scores",
         "fuse_jax/fusion/inter_stage/runtime.py",
-        "if finished or lane.leaving or self.backlog:",
-        "if finished or self.backlog:",
+        "        self._changed[lane.index] = lane\n        unit",
+        "        unit",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_every_plan_gives_the_serial_bits[serial]",
+        ),
+    ),
+    Mutant(
+        "idle instances are not offered what a busy one finishes",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "        if self._more_due:",
+        "        if False:",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_a_finished_sample_is_scored_within_a_chunk",
+        ),
+    ),
+    Mutant(
+        "an instance that leaves is not asked to",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "if one.leaving and one.alive and not one.in_flight]:",
+        "if False]:",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_the_tail_moves_as_soon_as_its_last_chunk_is_read",
+        ),
+    ),
+    Mutant(
+        "instances that were given samples are not asked to go on",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "            lanes = self.lanes  # any may have been given samples",
+        "            pass",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_what_an_idle_instance_is_given_it_starts_at_once",
+        ),
+    ),
+    Mutant(
+        "all objects are gone through for garbage while instances wait",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "    gc.freeze()",
+        "    pass",
+        (
+            "tests/fusion/inter_stage/test_overhead.py::test_garbage_is_looked_for_among_new_objects_only",
         ),
     ),
     Mutant(

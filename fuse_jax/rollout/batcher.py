@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from fuse_jax.models.transformer import Params
+from fuse_jax.placement.host import start_copies, to_host
 from fuse_jax.rollout.engine import Chunk, Engine, Rows
 from fuse_jax.rollout.sampling import Draw
 from fuse_jax.samples import Sample
@@ -146,17 +147,6 @@ class _Launch:
     entered: list[tuple[Progress, Draw, int]]
 
 
-def start_copies(tree: Any) -> None:
-    """Have the arrays of `tree` sent to the host as soon as they are there."""
-    for array in jax.tree.leaves(tree):
-        array.copy_to_host_async()
-
-
-def _to_host(tree: Any) -> Any:
-    """`tree` as numpy arrays, waiting where it must."""
-    return jax.tree.map(np.asarray, tree)
-
-
 # Told of every dispatch: "prefill", "resume" (a prefill of samples that moved here) or "decode", an
 # array that is ready when the device is done with it, and the rows that are real.
 Watch = Callable[[str, jax.Array, int], None]
@@ -176,7 +166,7 @@ class Batcher:
         seed_key: Any,
         watch: Watch | None = None,
         start: Callable[[Any], None] = start_copies,
-        read: Callable[[Any], Any] = _to_host,
+        read: Callable[[Any], Any] = to_host,
     ) -> None:
         self.engine, self.seed_key = engine, seed_key
         self._watch = watch or (lambda kind, array, rows: None)

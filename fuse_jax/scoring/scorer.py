@@ -22,6 +22,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from fuse_jax.buckets import Bucket, bucket_of
+from fuse_jax.placement.host import start_copies
 from fuse_jax.placement.mesh import row_shards
 from fuse_jax.placement.sharding import batch_sharding, replicated
 from fuse_jax.samples import Sample, SequenceBatch, sequence_batch
@@ -268,8 +269,7 @@ class Scorer:
                 )
         executable = self._executable(column, batch.bucket, used)
         arrays = executable(tuple(model.params for model in used), batch.arrays)
-        for array in arrays:
-            array.copy_to_host_async()
+        start_copies(arrays)
         return Pending(column, batch, arrays)
 
     # The whole of it.

@@ -16,9 +16,9 @@ import numpy as np
 
 from fuse_jax.buckets import Bucket, make_buckets
 from fuse_jax.data.records import Prompt
-from fuse_jax.fusion.inter_stage.instances import to_host
 from fuse_jax.fusion.intra_stage.executor import pipeline_mesh
 from fuse_jax.models.transformer import Params
+from fuse_jax.placement.host import to_host
 from fuse_jax.placement.mesh import pipeline_shape, row_shards
 from fuse_jax.placement.sharding import parameter_specs
 from fuse_jax.rl.moments import Moments, init_moments, update_moments

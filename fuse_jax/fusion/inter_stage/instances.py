@@ -100,8 +100,3 @@ def geometry_of(instances: Sequence[Instance]) -> Geometry:
         buckets=first.scorer.buckets,
         columns=tuple(first.scorer.columns),
     )
-
-
-def to_host(tree: Any) -> Any:
-    """`tree` as numpy arrays, where frozen weights wait while others need the devices' memory."""
-    return jax.tree.map(np.asarray, tree)

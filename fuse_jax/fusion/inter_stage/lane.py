@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fuse_jax.fusion.inter_stage.instances import Instance, to_host
+from fuse_jax.fusion.inter_stage.instances import Instance
 from fuse_jax.fusion.inter_stage.policy import (
     CHUNKS_IN_FLIGHT,
     InstanceView,
@@ -20,7 +20,8 @@ from fuse_jax.fusion.inter_stage.policy import (
 )
 from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch, Timed
 from fuse_jax.fusion.inter_stage.timeline import Timeline
-from fuse_jax.rollout.batcher import Batcher, Progress, Request, RolloutStats, start_copies
+from fuse_jax.placement.host import start_copies, to_host
+from fuse_jax.rollout.batcher import Batcher, Progress, Request, RolloutStats
 from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Model, Role, Scored
 from fuse_jax.scoring.scorer import Pending

@@ -18,6 +18,7 @@ from fuse_jax.fusion.inter_stage.costs import Costs
 from fuse_jax.fusion.inter_stage.fitting import DecodeTime, fit_costs
 from fuse_jax.fusion.inter_stage.instances import Instance
 from fuse_jax.fusion.inter_stage.policy import Way
+from fuse_jax.placement.host import to_host
 from fuse_jax.rollout.batcher import prefill_arrays
 from fuse_jax.rollout.engine import DecodeState, Engine
 from fuse_jax.rollout.warmup import precompile
@@ -135,7 +136,7 @@ def _chunk_time(
     returned = time.perf_counter()
     jax.block_until_ready(chunk)
     ready = time.perf_counter()
-    jax.tree.map(np.asarray, chunk)
+    to_host(chunk)
     read = time.perf_counter()
     steps = int(chunk.steps)
     device, host = (ready - began) * 1e3, (returned - began + read - ready) * 1e3

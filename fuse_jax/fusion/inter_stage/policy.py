@@ -298,8 +298,10 @@ def next_batch(
     best, best_key = None, None
     for column in geometry.columns:
         for bucket, count in enumerate(ready[column]):
+            if not count:
+                continue
             rows, ms = geometry.buckets[bucket].rows, costs.score_ms[column][bucket]
-            if not count or (count < rows and not part_filled):
+            if count < rows and not part_filled:
                 continue
             key = (count >= rows, ms * min(count, rows) / rows)
             if best_key is None or key > best_key:

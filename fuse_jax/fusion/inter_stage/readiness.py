@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 GENERATING, DUE, DISPATCHED, DONE = range(4)
 
@@ -23,6 +23,8 @@ class Readiness:
         self._due: dict[str, list[deque[int]]] = {
             column: [deque() for _ in range(buckets)] for column in columns
         }
+        # How many are in each, kept beside them because it is asked before every batch.
+        self._counts = {column: [0] * buckets for column in columns}
 
     @property
     def done(self) -> bool:
@@ -39,17 +41,20 @@ class Readiness:
         for column in self.columns:
             self._move((sample,), column, GENERATING, DUE)
             self._due[column][bucket].append(sample)
+            self._counts[column][bucket] += 1
         self._waiting += len(self.columns)
 
-    def due(self) -> dict[str, list[int]]:
-        """Column -> how many samples of each bucket are due."""
-        return {column: [len(queue) for queue in self._due[column]] for column in self.columns}
+    @property
+    def due(self) -> Mapping[str, Sequence[int]]:
+        """Column -> how many samples of each bucket are due. A view: it changes with the table."""
+        return self._counts
 
     def take(self, column: str, bucket: int, rows: int) -> tuple[int, ...]:
         """The first `rows` samples due there (or all there are): they are dispatched now."""
         queue = self._due[column][bucket]
         taken = tuple(queue.popleft() for _ in range(min(rows, len(queue))))
         self._move(taken, column, DUE, DISPATCHED)
+        self._counts[column][bucket] -= len(taken)
         self._waiting -= len(taken)
         return taken
 
@@ -57,6 +62,7 @@ class Readiness:
         """What `take` gave could not be scored: due again, before all others."""
         self._move(samples, column, DISPATCHED, DUE)
         self._due[column][bucket].extendleft(reversed(samples))
+        self._counts[column][bucket] += len(samples)
         self._waiting += len(samples)
 
     def complete(self, column: str, samples: Sequence[int]) -> None:

@@ -10,9 +10,11 @@ where they come out the same, because a sample's randomness is its own.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from absl import logging
 
@@ -44,6 +46,23 @@ def run(instances: Sequence[Instance], job: Job) -> Outcome:
     return Controller(instances, job).run()
 
 
+@contextlib.contextmanager
+def old_objects_left_alone() -> Iterator[None]:
+    """Within, garbage is looked for among new objects only.
+
+    Going through all that JAX and a training run hold takes 0.1 to 0.2 s, which no instance is
+    supplied meanwhile. Whoever has frozen objects already keeps them as they are.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class Controller:
     """See the module. Made for one `run`."""
 
@@ -60,6 +79,7 @@ class Controller:
         self.room = policy.admission(job.costs, self.geometry)
         self.timeline = Timeline(len(instances))
         self.watch = Stopwatch(*SHARES)
+        self._asleep = self.watch.on("asleep")
         shared = (job.models, job.seed_key, self.timeline, self.watch)
         self.lanes = [Lane(one, *shared) for one in instances]
         buckets = len(self.geometry.buckets)
@@ -74,9 +94,10 @@ class Controller:
         self.kept: tuple[int, ...] | None = None  # None: not migrated yet
         self.ends = [0.0] * len(instances)  # for streaming: expected ms of each instance's end
         self.late = [0.0] * len(instances)  # and its samples expected to outlast all instances
-        # A chunk that finishes no sample changes nothing but what its own instance does next. Those
-        # are `_quiet`; anything else is `_news`, after which all instances are asked.
-        self._news, self._quiet = False, deque[Lane]()
+        # To be asked what is due there: an instance of which something has ended; all at the start
+        # and after a failure. Nothing changes for the others, but that more may be due to score.
+        self._changed: dict[int, Lane] = {}
+        self._more_due = False
         self._cause: Exception | None = None
 
     # ------------------------------------------------------------------ the loop
@@ -84,7 +105,7 @@ class Controller:
     def run(self) -> Outcome:
         """Until every sample has every column, and its reward where a function gives it."""
         try:
-            with self.watch.on("scheduler"):
+            with old_objects_left_alone(), self.watch.on("scheduler"):
                 self._drive()
             total = self.timeline.now()
             self.timeline.wait()
@@ -107,17 +128,15 @@ class Controller:
 
     def _drive(self) -> None:
         self._assign()
+        self._ask_all()
         self._decide()
         while not self._complete():
-            with self.watch.on("asleep"):
+            if not self.timeline.open:
+                self._check_going_on()
+            with self._asleep:
                 self.timeline.pause(LONG_PAUSE if self.timeline.open else REWARD_PAUSE)
             self._read()
-            if not self.timeline.open and not self._news and not self._quiet:
-                self._check_going_on()
-            while self._quiet and not self._news:
-                self._launch(self._quiet.popleft())
-            if self._news:
-                self._decide()
+            self._decide()
 
     def _complete(self) -> bool:
         if self.unfinished or not self.table.done:
@@ -135,34 +154,37 @@ class Controller:
                 self._read_chunk(lane)
             elif kind == "score":
                 self._read_score(lane)
-        if self._poll_rewards():
-            self._news = True
+        self._poll_rewards()
+
+    def _ask_all(self) -> None:
+        self._changed = dict(enumerate(self.lanes))
 
     def _decide(self) -> None:
         """Dispatch what is due after something has changed.
 
         A step that fails gives up its instance, and handing on its samples may end others. So every
-        loop asks who is alive before each step, and what is left goes round again: it may be due on
-        an instance that had its turn.
+        loop asks who is alive before each step, and all are asked again: something may be due on an
+        instance that had its turn.
         """
-        self._news = False
-        self._quiet.clear()
-        failed = -1
-        while failed != self.counts.failed:
-            failed = self.counts.failed
-            self._dispatch_due()
+        while self._changed:
+            lanes, self._changed = list(self._changed.values()), {}
+            self._dispatch_due(lanes)
 
-    def _dispatch_due(self) -> None:
-        self._migrate()
-        for lane in self.lanes:
-            if lane.leaving and lane.alive and not lane.in_flight:
+    def _dispatch_due(self, lanes: Sequence[Lane]) -> None:
+        """Dispatch what is due on `lanes`; on the others it is as it was when they were asked."""
+        if self._migrate():
+            lanes = self.lanes
+        while leaving := [one for one in lanes if one.leaving and one.alive and not one.in_flight]:
+            for lane in leaving:
                 self._depart(lane)
-        for lane in self.lanes:
-            if self.backlog or (lane.generates and lane.in_flight < policy.CHUNKS_IN_FLIGHT):
-                self._launch(lane)
+            lanes = self.lanes  # any may have been given samples
+        for lane in lanes:
+            self._launch(lane)
             if not lane.has_weights and lane.alive:
                 self._attempt(lane, lane.bring_weights)
-        self._offer()
+        if self._more_due:
+            self._more_due, lanes = False, self.lanes
+        self._offer(lanes)
 
     def _alive(self) -> list[Lane]:
         return [lane for lane in self.lanes if lane.alive]
@@ -174,7 +196,7 @@ class Controller:
             return
         raise RuntimeError(
             f"nothing is in flight, but {self.unfinished} samples are unfinished and "
-            f"{self.table.due()} columns are due: the plan {self.plan} cannot go on"
+            f"{self.table.due} columns are due: the plan {self.plan} cannot go on"
         )
 
     # ------------------------------------------------------------------ generation
@@ -199,16 +221,14 @@ class Controller:
         for sample in finished:
             self._finish(sample, lane)
         self._expect(lane)
-        if finished or lane.leaving or self.backlog:
-            self._news = True
-        else:
-            self._quiet.append(lane)
+        self._changed[lane.index] = lane
 
     def _finish(self, sample: Sample, lane: Lane) -> None:
         """A sample is generated: its columns are due now, and so is its reward."""
         position = self.position[sample.sample_id]
         self.timeline.finished(sample.sample_id, lane.index)
         self.table.finish(position, lane.instance.scorer.bucket_of(sample))
+        self._more_due = True
         self.samples[position] = sample
         self.unfinished -= 1
         self.unasked.append(sample)
@@ -223,7 +243,7 @@ class Controller:
         if lane.alive and self.backlog and not lane.leaving and lane.wants_more():
             rows = policy.pull(lane.free_slots, len(self.backlog), self.geometry)
             taken = [self.backlog.popleft() for _ in range(rows)]
-            if not self._done(lane, lambda: lane.submit(taken)):
+            if not self._done(lane, lane.submit, taken):
                 self.backlog.extendleft(reversed(taken))
         while lane.alive and lane.may_launch(len(self.backlog)):
             self._stream(lane)
@@ -234,10 +254,10 @@ class Controller:
 
     # ------------------------------------------------------------------ migration
 
-    def _migrate(self) -> None:
-        """Decide the one migration of the iteration once it is due."""
+    def _migrate(self) -> bool:
+        """Decide the one migration of the iteration if it is due now."""
         if self.kept is not None or self.unfinished > self.plan.threshold:
-            return
+            return False
         generating = [lane for lane in self._alive() if lane.unfinished]
         due = policy.must_migrate(
             self.plan, self.room, self.unfinished, len(generating), len(self.backlog)
@@ -246,6 +266,7 @@ class Controller:
             self.kept = policy.choose_kept(self.plan, self._views(), self.job.history)
             for lane in generating:
                 lane.leaving = lane.index not in self.kept
+        return due
 
     def _depart(self, source: Lane) -> None:
         """All chunks of a leaving instance are read: its samples move to the kept ones."""
@@ -273,11 +294,11 @@ class Controller:
         target = self.lanes[move.destination]
         if not source.alive or not target.alive:
             return  # its failure has dealt with the samples; or they stay where they are
-        taken = self._attempt(source, lambda: migration.take(source, move))
+        taken = self._attempt(source, migration.take, source, move)
         if taken is None:
             return
         rows, samples = taken
-        if not self._done(target, lambda: migration.give(target, move, rows, samples)):
+        if not self._done(target, migration.give, target, move, rows, samples):
             self._restart(samples)
         elif move.way is not None:
             self.counts.migrated += len(samples)
@@ -287,8 +308,8 @@ class Controller:
 
     # ------------------------------------------------------------------ scoring
 
-    def _offer(self) -> None:
-        """Batches to instances that may score, the least supplied first."""
+    def _offer(self, lanes: Sequence[Lane]) -> None:
+        """Batches to those of `lanes` that may score, the least supplied first."""
         if not self.table.any_due:
             return
         state = (self.unfinished, len(self.backlog))
@@ -296,7 +317,7 @@ class Controller:
             return
         free = [
             lane
-            for lane in self.lanes
+            for lane in lanes
             if lane.batches < policy.BATCHES_IN_FLIGHT
             and lane.alive
             and policy.may_score(self.plan, lane.unfinished, *state)
@@ -311,8 +332,10 @@ class Controller:
                 self._score(lane, *picked)
 
     def _next_batch(self, *, part_filled: bool) -> tuple[str, int] | None:
+        if not self.table.any_due:
+            return None
         return policy.next_batch(
-            self.table.due(), self.geometry, self.job.costs, part_filled=part_filled
+            self.table.due, self.geometry, self.job.costs, part_filled=part_filled
         )
 
     def _stream(self, lane: Lane) -> None:
@@ -332,13 +355,13 @@ class Controller:
         unit = Unit(column, bucket, positions)
         self.counts.batches += 1
         self.counts.padding_rows += rows - len(positions)
-        self._attempt(lane, lambda: lane.score(unit, samples))
+        self._attempt(lane, lane.score, unit, samples)
 
     def _read_score(self, lane: Lane) -> None:
-        self._news = True
+        self._changed[lane.index] = lane
         unit = lane.oldest_unit
         scored = [self.scored[position] for position in unit.samples]
-        if self._done(lane, lambda: lane.read_oldest(scored)):
+        if self._done(lane, lane.read_oldest, scored):
             self.table.complete(unit.column, unit.samples)
             lane.scored()
 
@@ -353,13 +376,10 @@ class Controller:
 
     # ------------------------------------------------------------------ rewards
 
-    def _poll_rewards(self) -> bool:
-        if self.job.text_rewards is None:
-            return False
-        came = self.job.text_rewards.function.poll()
-        for sample_id, result in came.items():
-            self.rewards[self.position[sample_id]] = result  # type: ignore[index]
-        return bool(came)
+    def _poll_rewards(self) -> None:
+        if self.job.text_rewards is not None:
+            for sample_id, result in self.job.text_rewards.function.poll().items():
+                self.rewards[self.position[sample_id]] = result  # type: ignore[index]
 
     def _rewards_in_order(self, samples: Sequence[Sample]) -> list[RewardResult] | None:
         if self.job.text_rewards is None:
@@ -368,26 +388,28 @@ class Controller:
 
     # ------------------------------------------------------------------ failure
 
-    def _attempt(self, lane: Lane, step: Callable[[], T]) -> T | None:
-        """`step()` of `lane`; if it raises, the instance is given up and the result is None."""
+    def _attempt(self, lane: Lane, step: Callable[..., T], *args: Any) -> T | None:
+        """`step(*args)` of `lane`; if it raises, the instance is given up: None."""
         try:
-            return step()
+            return step(*args)
         except Exception as error:  # what a broken device raises is of no one kind
             self._give_up(lane, error)
             return None
 
-    def _done(self, lane: Lane, step: Callable[[], None]) -> bool:
+    def _done(self, lane: Lane, step: Callable[..., None], *args: Any) -> bool:
         """`_attempt` of a step without a result: whether it worked."""
-        return self._attempt(lane, lambda: (step(),)) is not None
+        self._attempt(lane, step, *args)
+        return lane.alive
 
     def _give_up(self, lane: Lane, error: Exception) -> None:
         logging.exception("instance %d failed and is given up", lane.index)
         self._cause = self._cause or error
         self.counts.failed += 1
-        self._news = True
+        self._ask_all()
         unfinished, units = lane.abandon()
         for unit in units:
             self.table.give_back(unit.column, unit.bucket, unit.samples)
+        self._more_due = True
         if not self._alive():
             raise RuntimeError(
                 f"all {len(self.lanes)} instances failed, with {self.unfinished} samples unfinished"
@@ -411,5 +433,5 @@ class Controller:
 
     def _submit(self, lane: Lane, requests: list[Request]) -> None:
         """Queue requests on `lane`; if it fails, on another."""
-        if not lane.alive or not self._done(lane, lambda: lane.submit(requests)):
+        if not lane.alive or not self._done(lane, lane.submit, requests):
             self._restart([Progress(request) for request in requests])

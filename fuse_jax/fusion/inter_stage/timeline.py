@@ -9,7 +9,6 @@ ended. Times are in ms from the start of the timeline.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,9 +37,8 @@ class Finish(NamedTuple):
     order: int
 
 
-@dataclass(slots=True)
-class _Work:
-    """Dispatched, and ended once it is among the records."""
+class _Work(NamedTuple):
+    """What was dispatched."""
 
     instance: int
     kind: str
@@ -49,11 +47,9 @@ class _Work:
     dispatched: float
     order: int
     samples: tuple[int, ...]
-    start: float = 0.0
-    end: float = 0.0
 
-    def record(self) -> Record:
-        span = Span(self.instance, self.kind, self.start, self.end, self.count, self.name)
+    def record(self, start: float, end: float) -> Record:
+        span = Span(self.instance, self.kind, start, end, self.count, self.name)
         return Record(span, self.dispatched, self.order, self.samples)
 
 
@@ -70,7 +66,7 @@ class Timeline:
         self._dropped = [False] * instances
         self._watchers = Watchers()
         self._seen: list[Ended] = []  # by `pause`, until `settle` notes it
-        self._ended: list[_Work] = []
+        self._ended: list[tuple[_Work, float, float]] = []  # with start and end
 
     def now(self) -> float:
         """ms since the start."""
@@ -103,14 +99,8 @@ class Timeline:
 
     def settle(self) -> list[tuple[int, str]]:
         """Note the end of everything that has ended; the instance and kind of each. Never waits."""
-        self._seen += self._watchers.ended()
-        found = []
-        for work, at in self._seen:
-            if not self._dropped[work.instance]:
-                self._end(work, (at - self._started) * 1e3)
-                found.append((work.instance, work.kind))
-        self._seen.clear()
-        return found
+        seen, self._seen = self._seen + self._watchers.ended(), []
+        return [self._end(*one) for one in seen if not self._dropped[one.work.instance]]
 
     @property
     def open(self) -> bool:
@@ -142,7 +132,7 @@ class Timeline:
     @property
     def records(self) -> list[Record]:
         """What has ended. Made when asked for: the controller has better things to do."""
-        return [work.record() for work in self._ended]
+        return [work.record(start, end) for work, start, end in self._ended]
 
     @property
     def spans(self) -> list[Span]:
@@ -177,11 +167,11 @@ class Timeline:
         self._order += 1
         return self._order
 
-    def _end(self, work: _Work, at: float) -> None:
-        self._open[work.instance] -= 1
-        start = work.dispatched
+    def _end(self, work: _Work, at: float) -> tuple[int, str]:
+        instance, start, end = work.instance, work.dispatched, (at - self._started) * 1e3
+        self._open[instance] -= 1
         if work.kind != "weights":
-            start = max(start, self._free_at[work.instance])
-            self._free_at[work.instance] = max(at, start)
-        work.start, work.end = start, max(at, start)
-        self._ended.append(work)
+            start = max(start, self._free_at[instance])
+            self._free_at[instance] = max(end, start)
+        self._ended.append((work, start, max(end, start)))
+        return instance, work.kind

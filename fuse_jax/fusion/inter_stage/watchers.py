@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -76,9 +76,10 @@ class Watchers:
 
         Work of one row is told of in this order.
         """
-        if row not in self._rows:
-            self._rows[row] = _Row(self._ended)
-        self._rows[row].watch(work, array)
+        watching = self._rows.get(row)
+        if watching is None:
+            watching = self._rows[row] = _Row(self._ended)
+        watching.watch(work, array)
 
     def wait(self, seconds: float) -> Ended | None:
         """What ends next; None if nothing does within `seconds`."""
@@ -87,10 +88,9 @@ class Watchers:
         except queue.Empty:
             return None
 
-    def ended(self) -> Iterator[Ended]:
+    def ended(self) -> list[Ended]:
         """What else has ended by now."""
-        while not self._ended.empty():
-            yield self._ended.get()
+        return [self._ended.get() for _ in range(self._ended.qsize())]
 
     def forget(self, row: Hashable) -> None:
         """Let go of what `row` still waits for, but for what may be told of next."""

@@ -108,6 +108,7 @@ def test_what_a_failure_leaves_goes_to_an_instance_that_had_its_turn(world):
     instances = [*world.instances[:3], fragile(world, 3, generate=[])]
     controller = runtime.Controller(instances, world.job(requests, HANDOFF))
     controller._submit(controller.lanes[3], requests)
+    controller._ask_all()
     controller._decide()
     assert not controller.lanes[3].alive
     assert any(lane.in_flight for lane in controller.lanes)

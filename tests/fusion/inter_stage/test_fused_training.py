@@ -10,8 +10,8 @@ import pytest
 from fuse_jax.config_read import ConfigError, default_config, read_config
 from fuse_jax.data.order import sample_ids
 from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable
-from fuse_jax.fusion.inter_stage.instances import to_host
 from fuse_jax.fusion.inter_stage.policy import Plan
+from fuse_jax.placement.host import to_host
 from fuse_jax.rollout.warmup import count_compilations
 from fuse_jax.scoring.columns import Model
 from fuse_jax.training import fused_rollout

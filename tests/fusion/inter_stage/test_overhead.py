@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -141,6 +142,26 @@ def test_a_call_counts_in_one_share(world, monkeypatch, clock, owner, name, shar
         assert counts.seconds[other] // hours == (len(calls) if other == share else 0)
         assert 0 < counts.seconds[other] % hours < 600
     assert counts.watching_cpu_s > 0
+
+
+def test_garbage_is_looked_for_among_new_objects_only(world, monkeypatch):
+    frozen, real = [], Engine.generate
+
+    def generate(self, params, state, seed_key):
+        frozen.append(gc.get_freeze_count())
+        return real(self, params, state, seed_key)
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    job = world.job(world.requests(4), HANDOFF)
+    assert gc.get_freeze_count() == 0
+    runtime.run(world.instances, job)
+    assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        runtime.run(world.instances, job)
+        assert gc.get_freeze_count() > 10_000  # still the caller's
+    finally:
+        gc.unfreeze()
 
 
 class Slow:

@@ -14,15 +14,16 @@ def table() -> Readiness:
 
 def test_samples_are_taken_in_the_order_they_finished():
     made = table()
-    assert made.due() == {"ref_log_probs": [3, 1], "values": [3, 1]}
+    assert made.due == {"ref_log_probs": [3, 1], "values": [3, 1]}
     assert made.take("values", 0, 2) == (2, 0)
-    assert made.due() == {"ref_log_probs": [3, 1], "values": [1, 1]}
+    assert made.due == {"ref_log_probs": [3, 1], "values": [1, 1]}
     assert made.take("values", 0, 2) == (3,)
 
 
 def test_what_is_given_back_comes_first_again():
     made = table()
     made.give_back("values", 0, made.take("values", 0, 2))
+    assert made.due["values"] == [3, 1]
     assert made.take("values", 0, 3) == (2, 0, 3)
 
 
