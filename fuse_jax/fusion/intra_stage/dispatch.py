@@ -18,11 +18,10 @@ Axes: P pipe devices, each of which is a group of data x tensor devices; M micro
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,31 +33,13 @@ from jax.sharding import PartitionSpec as P
 from fuse_jax.fusion.intra_stage.executor import block_specs, spread
 from fuse_jax.fusion.intra_stage.flight import DispatchFlight, Started, ready_within
 from fuse_jax.fusion.intra_stage.layout import PipelineLayout
-from fuse_jax.fusion.intra_stage.problem import KINDS, MODELS
 from fuse_jax.fusion.intra_stage.schedule import Schedule
 from fuse_jax.fusion.intra_stage.stages import StageFunctions, Sums, Weights
-from fuse_jax.fusion.intra_stage.tables import Plan
+from fuse_jax.fusion.intra_stage.walk import Code, Message, Start, Walk, walk_through
 
 # Tasks a device may be behind the host. The CPU client blocks the host at 32, where it could not
 # notice a hung device; a device needs no more than a few to be kept busy.
 AHEAD = 8
-
-
-class _Code(NamedTuple):
-    """Whose code a task is: what is static about it."""
-
-    model: str
-    kind: str
-    first: bool
-    last: bool
-
-
-class Walk(NamedTuple):
-    """A schedule, and its tasks in the order in which they are dispatched."""
-
-    schedule: Schedule
-    plan: Plan
-    order: list[int]
 
 
 class Dispatch:
@@ -84,7 +65,13 @@ class Dispatch:
             Mesh(devices, ("data", "tensor"), axis_types=mesh.axis_types[1:])
             for devices in mesh.devices
         ]
-        self._programs: dict[tuple[_Code, int], Any] = {}
+        # A group of one device is that device: to JAX an array of its own is the cheapest there is.
+        self.one_each = self.groups[0].size == 1
+        self.places: list[Any] = [
+            group.devices.item() if self.one_each else NamedSharding(group, P("data"))
+            for group in self.groups
+        ]
+        self._programs: dict[tuple[Code, int], Any] = {}
         self._numbers: dict[tuple[int, int], Array] = {}
         self._spread = jax.jit(self._on_devices)
         self._zeros: Any = None
@@ -96,8 +83,7 @@ class Dispatch:
 
         dealt: as for `tables.build_tables`. Raises ScheduleError for a schedule that breaks rules.
         """
-        plan = Plan(schedule.check(), dealt, ticked=False)
-        return Walk(schedule, plan, list(in_order(schedule, plan)))
+        return walk_through(schedule.check(), dealt)
 
     def run(
         self,
@@ -112,9 +98,9 @@ class Dispatch:
         `mesh`. Raises StepError if a device hangs meanwhile.
         """
         flight = DispatchFlight(walk.schedule, [], self.timeout_s)
-        step = _Step(self, walk.plan, flight, self._spread(dict(weights)), batches, kl_coef)
-        for task in walk.order:
-            step.start(task)
+        step = _Step(self, flight, self._spread(dict(weights)), batches, kl_coef)
+        for start in walk.starts:
+            step.start(start)
         return step.sums(), flight
 
     def _on_devices(self, weights: dict[str, Weights]) -> dict[str, Weights]:
@@ -168,11 +154,13 @@ class Dispatch:
         return [structure.unflatten([of[d] for of in cut]) for d in range(len(self.groups))]
 
     def _split(self, leaf: Array) -> list[Array]:
+        local = {shard.device: shard.data for shard in leaf.addressable_shards}
+        if self.one_each:
+            return [local[device] for device in self.places]
         spec = tuple(leaf.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
         own = spec[:1] == ("pipe",)
         shape = (1, *leaf.shape[1:]) if own else leaf.shape
         within = P(None, *spec[1:]) if own else P(*spec)
-        local = {shard.device: shard.data for shard in leaf.addressable_shards}
         return [
             jax.make_array_from_single_device_arrays(
                 shape, NamedSharding(group, within), [local[d] for d in group.devices.flat]
@@ -184,7 +172,9 @@ class Dispatch:
         """The inverse of `parts` for leaves `[1, ...]`: `[P, ...]` with `specs`."""
 
         def join(spec: P, *leaves: Array) -> Array:
-            local = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
+            local = list(leaves)
+            if not self.one_each:
+                local = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
             shape = (len(leaves), *leaves[0].shape[1:])
             sharding = NamedSharding(self.mesh, spec)
             return jax.make_array_from_single_device_arrays(shape, sharding, local)
@@ -197,11 +187,13 @@ class Dispatch:
         """An int32 that lies on a device's group already."""
         key = (device, value)
         if key not in self._numbers:
-            sharding = NamedSharding(self.groups[device], P())
-            self._numbers[key] = jax.device_put(np.int32(value), sharding)
+            there = self.places[device]
+            if not self.one_each:
+                there = NamedSharding(self.groups[device], P())
+            self._numbers[key] = jax.device_put(np.int32(value), there)
         return self._numbers[key]
 
-    def program(self, code: _Code, device: int, sums: Sums | None) -> Any:
+    def program(self, code: Code, device: int, sums: Sums | None) -> Any:
         """The jitted function of a task; of each group its own where sums must be told to stay."""
         lanes = self.groups[device].size
         key = (code, device if lanes > 1 else 0)
@@ -215,7 +207,7 @@ class Dispatch:
 
 
 def _task(
-    code: _Code,
+    code: Code,
     functions: StageFunctions,
     sums: Sums | None,
     turn: Array,
@@ -223,17 +215,20 @@ def _task(
     x: Array | None,
     dy: Array | None,
     micro_batches: Any,
-    index: Array,
-    kl_coef: Array,
+    index: Array | None,
+    kl_coef: Array | None,
 ) -> tuple[Sums | None, Array, Array | None]:
     """(sums, turn, result) of one task on one group. Leaves of sums and blocks: `[1, ...]`.
 
-    `turn` counts a device's tasks, and thereby puts them in order.
+    `turn` counts a device's tasks, and thereby puts them in order. A stage that is neither first
+    nor last gets no ends, no micro-batches, no index and no kl_coef.
     """
     weights = weights._replace(blocks=jax.tree.map(lambda leaf: leaf[0], weights.blocks))
-    batch = jax.tree.map(
-        lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), micro_batches
-    )
+    batch = None
+    if micro_batches is not None:
+        batch = jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), micro_batches
+        )
     ends = {"first": code.first, "last": code.last}
     result = None
     if sums is not None:
@@ -257,65 +252,79 @@ class _Step:
     def __init__(
         self,
         dispatch: Dispatch,
-        plan: Plan,
         flight: DispatchFlight,
         weights: dict[str, Weights],
         batches: Sequence[Any],
         kl_coef: Array,
     ) -> None:
-        self.dispatch, self.plan, self.flight = dispatch, plan, flight
-        zeros = dispatch.zeros(weights, batches[0], kl_coef)
-        self._weights = {name: dispatch.parts(whole) for name, whole in weights.items()}
+        self.dispatch, self.flight = dispatch, flight
+        self._whole = weights, batches[0], kl_coef
+        self._weights = {
+            name: [(part, _inner(part)) for part in dispatch.parts(whole)]
+            for name, whole in weights.items()
+        }
         self._batches = [dispatch.parts(batch) for batch in batches]
         self._kl_coef = dispatch.parts(kl_coef)
         devices = range(len(dispatch.groups))
         self._turn = [dispatch.number(device, 0) for device in devices]
         self._behind: list[deque[Started]] = [deque() for _ in devices]
-        self._messages: dict[tuple[str, str, int, int], Array] = {}
-        # Cut up when the first backward asks for them: the first forwards need not wait.
-        self._zeros = zeros
+        self._messages: dict[Message, Array] = {}
+        self._leaving: dict[Message, Array] = {}  # still where they were made
+        # Made when the first backward asks for them: the first forwards need not wait.
+        self._zeros: dict[str, Sums] = {}
         self._sums: dict[str, list[Sums]] = {}
-        self._sums_specs = {name: dispatch.sums_specs(sums) for name, sums in zeros.items()}
 
     def _sums_of(self, model: str) -> list[Sums]:
         if model not in self._sums:
+            if not self._zeros:
+                self._zeros = self.dispatch.zeros(*self._whole)
             self._sums[model] = self.dispatch.parts(self._zeros[model])
         return self._sums[model]
 
-    def start(self, task: int) -> None:
-        """Dispatch one task, and the way of its result."""
-        graph, dispatch = self.plan.graph, self.dispatch
-        model, kind = MODELS[graph.model[task]], KINDS[graph.kind[task]]
-        device, micro_batch = int(graph.device[task]), int(graph.micro_batch[task])
-        pipeline, stage = dispatch.pipelines[model], int(graph.stage[task])
-        code = _Code(model, kind, stage == 0, stage == pipeline.stages - 1)
-        bucket, index = self.plan.place(task)
-        adds = kind == pipeline.kinds[-1]
-        take = self._messages.pop if adds else self._messages.get
-        x = take(("x", model, device, micro_batch), None)
-        dy = take(("g", model, device, micro_batch), None) if kind != "F" else None
-        sums = self._sums_of(model)[device] if adds else None
+    def start(self, start: Start) -> None:
+        """Dispatch one task. Its result goes its way when its reader is dispatched."""
+        dispatch, code, device = self.dispatch, start.code, start.device
+        at_end = code.first or code.last
+        if start.x in self._leaving or start.dy in self._leaving:
+            self._send()
+        take = self._messages.get if start.keeps else self._messages.pop
+        x, dy = take(start.x, None), None
+        if start.dy is not None:
+            dy = take(start.dy, None)
+        # A stage in the middle neither reads the ends of the model nor adds to theirs.
+        sums, rest = None, None
+        if not start.keeps:
+            sums = rest = self._sums_of(code.model)[device]
+            sums = sums if at_end else Sums(_inner(sums.grads), {})
         self._make_room(device)
         sums, self._turn[device], result = dispatch.program(code, device, sums)(
             sums,
             self._turn[device],
-            self._weights[model][device],
+            self._weights[code.model][device][0 if at_end else 1],
             x,
             dy,
-            self._batches[bucket][device] if code.first or code.last else None,
-            dispatch.number(device, index),
-            self._kl_coef[device],
+            self._batches[start.bucket][device] if at_end else None,
+            dispatch.number(device, start.index) if at_end else None,
+            self._kl_coef[device] if at_end else None,
         )
-        if adds:
-            self._sums[model][device] = sums
-        self._behind[device].append(Started(task, self._turn[device]))
-        self.flight.started.append(self._behind[device][-1])
-        after = self.plan.receiver(task)
-        if after >= 0:
-            other = int(graph.device[after])
-            there = NamedSharding(dispatch.groups[other], P("data"))
-            what = "x" if kind == "F" else "g"
-            self._messages[what, model, other, micro_batch] = jax.device_put(result, there)
+        if rest is not None:
+            if not at_end:
+                grads = Weights(sums.grads.blocks, rest.grads.ends)
+                sums = Sums(grads, rest.metrics)
+            self._sums[code.model][device] = sums
+        begun = Started(start.task, self._turn[device])
+        self._behind[device].append(begun)
+        self.flight.started.append(begun)
+        if start.sent is not None:
+            self._leaving[start.sent] = result
+
+    def _send(self) -> None:
+        """Copy all results that wait to their readers' devices: one call costs little more than the
+        copy of one."""
+        there = [self.dispatch.places[message.device] for message in self._leaving]
+        copies = jax.device_put(list(self._leaving.values()), there)
+        self._messages.update(zip(self._leaving, copies))
+        self._leaving.clear()
 
     def _make_room(self, device: int) -> None:
         """Wait until the device is not too far behind the host."""
@@ -328,36 +337,13 @@ class _Step:
     def sums(self) -> dict[str, Sums]:
         """Each model's Sums as global arrays `[P, ...]`."""
         return {
-            name: self.dispatch.whole(self._sums_of(name), self._sums_specs[name])
-            for name in self._zeros
+            name: self.dispatch.whole(
+                self._sums_of(name), self.dispatch.sums_specs(self._zeros[name])
+            )
+            for name in self._weights
         }
 
 
-def in_order(schedule: Schedule, plan: Plan) -> Iterator[int]:
-    """The real tasks: every device's in its order, each after the one it needs, earliest first."""
-    start = schedule.timing().start
-    at = [0] * len(plan.orders)
-    done: set[int] = set()
-    waiting: dict[int, int] = {}  # task -> device whose next task needs it
-    heap: list[tuple[int, int]] = []
-
-    def offer(device: int) -> None:
-        if at[device] < len(plan.orders[device]):
-            task = plan.orders[device][at[device]]
-            needed = plan.sender(task)
-            if needed < 0 or needed in done:
-                heapq.heappush(heap, (int(start[task]), device))
-            else:
-                waiting[needed] = device
-
-    for device in range(len(plan.orders)):
-        offer(device)
-    while heap:
-        _, device = heapq.heappop(heap)
-        task = plan.orders[device][at[device]]
-        yield task
-        done.add(task)
-        at[device] += 1
-        offer(device)
-        if task in waiting:
-            offer(waiting.pop(task))
+def _inner(weights: Weights) -> Weights:
+    """Those of a stage in the middle, which has no end."""
+    return Weights(weights.blocks, {})

@@ -3,15 +3,17 @@
 import dataclasses
 
 import faulty_stages
+import jax
 import numpy as np
 import pipeline_toy as toy
 import pytest
 
 from fuse_jax.fusion.intra_stage import native
 from fuse_jax.fusion.intra_stage.baselines import fused_baselines
-from fuse_jax.fusion.intra_stage.dispatch import in_order
 from fuse_jax.fusion.intra_stage.flight import StepError
+from fuse_jax.fusion.intra_stage.stages import split_params
 from fuse_jax.fusion.intra_stage.tables import Plan
+from fuse_jax.fusion.intra_stage.walk import Code, in_order
 
 HP = toy.hyper_parameters((2, 2))
 PARAMS = toy.parameters(HP)
@@ -40,6 +42,43 @@ def test_two_schedules_give_the_same_bits_close_to_the_serial_path(case, wanted)
     fused, serial = (case(PARAMS, schedule) for schedule in ("fused", "serial"))
     assert toy.bits(fused) == toy.bits(serial)
     assert toy.error(fused[0], wanted) < 1e-6
+
+
+def test_the_host_hands_over_what_a_task_reads_and_sends_several_results_at_once(monkeypatch):
+    """It is the host's time that grows with arguments and calls; no task is compiled here."""
+    case = toy.Dispatched((4, 4), toy.minibatch(4), toy.hyper_parameters((4, 4)))
+    params, taken, sent = toy.parameters(case.hp), {}, []
+
+    def program(code, device, sums):
+        def task(*arguments):
+            of_kind = taken.setdefault(code, set())
+            of_kind.add(len(jax.tree.leaves(arguments)))
+            return arguments[0], arguments[1], arguments[1]
+
+        return task
+
+    def put(x, where):
+        if isinstance(x, list):
+            sent.append(len(x))
+        return real_put(x, where)
+
+    real_put = jax.device_put
+    monkeypatch.setattr(case.dispatch, "program", program)
+    monkeypatch.setattr(jax, "device_put", put)
+    sums, flight = case.start(params, "fused", case.batch)
+    flight.wait()
+    for model in toy.MODELS:
+        blocks = len(jax.tree.leaves(params[model]["blocks"]))
+        # Its turn and x; its turn, x, dy and the gradients.
+        assert taken[Code(model, "F", False, False)] == {blocks + 2}
+        assert taken[Code(model, "B", False, False)] == {2 * blocks + 3}
+    messages = 2 * 2 * 3 * 4  # models, kinds, hops, micro-batches
+    assert sum(sent) == messages
+    assert len(sent) <= messages / 2
+    # What no task has touched comes back as well.
+    assert jax.tree.structure(sums["actor"].grads.ends) == jax.tree.structure(
+        split_params(params["actor"]).ends
+    )
 
 
 @pytest.mark.slow  # some 30 s of compilation each
