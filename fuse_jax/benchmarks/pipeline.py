@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fuse_jax.benchmarks.measure import best, repeated
 from fuse_jax.benchmarks.pacing import pace, stamp
@@ -106,7 +107,10 @@ def measure(
     }
     stages = {name: paced(functions, paces[name]) for name, functions in model_stages(hp).items()}
     make = dispatched if transport == "dispatch" else compiled
-    work = Work(planner, hp, pipeline_mesh(devices), stages, params, minibatch)
+    mesh = pipeline_mesh(devices)
+    # As the state of a run does, parameters lie on the devices before the step.
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    work = Work(planner, hp, mesh, stages, params, minibatch)
     run, temp_bytes, compile_s = make(work)
     lines = []
     for name, plan in plans.items():
