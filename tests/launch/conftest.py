@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import drawn
 import jax
 import pytest
 from absl import flags
@@ -11,7 +12,6 @@ from fuse_jax.config import MeshConfig, OptimizerConfig
 from fuse_jax.config_read import default_config, read_config
 from fuse_jax.data.countdown import Countdown
 from fuse_jax.data.tokenizer import load_tokenizer
-from fuse_jax.models import transformer
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.placement.mesh import make_mesh
 from fuse_jax.training import models
@@ -44,7 +44,7 @@ def load(path):
 def write_model(directory, role, arch, vocabulary, tokenizer_path="", seed=0):
     """Random weights of `arch`; a scalar head that is not 0."""
     head = models.HEADS[role]
-    params = transformer.init(arch, jax.random.key(seed), head=head)
+    params = drawn.parameters(arch, seed, head)
     if head == "scalar":
         params["head"] = {
             "kernel": jax.random.normal(jax.random.key(seed + 1), (arch.hidden_size, 1)),
@@ -105,7 +105,7 @@ def workdir(tmp_path_factory):
     def state(seed, **heads):
         roles = {role: archs[role] for role in heads}
         params = {
-            role: transformer.init(archs[role], jax.random.key(seed + i), head=head)
+            role: drawn.parameters(archs[role], seed + i, head)
             for i, (role, head) in enumerate(heads.items())
         }
         return create_state(params, dict.fromkeys(roles, optimizer), roles, mesh)

@@ -1,5 +1,6 @@
 """A copy in the compute dtype gives the bits that casting inside each pass gives."""
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,6 @@ import pytest
 
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.models.compute_copy import compute_copy
-from fuse_jax.models.transformer import init
 from fuse_jax.samples import SequenceBatch
 from fuse_jax.scoring.passes import log_prob_pass, value_pass
 
@@ -22,7 +22,7 @@ def batch():
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_bfloat16_results_keep_every_bit_and_memory_halves(head):
-    params = init(ARCH, jax.random.key(0), head=head)
+    params = drawn.parameters(ARCH, 0, head)
     params["blocks"]["query"]["bias"] = 0.1 + jnp.zeros_like(params["blocks"]["query"]["bias"])
     if head == "scalar":
         params["head"]["kernel"] = jax.random.normal(jax.random.key(1), (16, 1))
@@ -39,6 +39,6 @@ def test_bfloat16_results_keep_every_bit_and_memory_halves(head):
 
 
 def test_float32_is_shared():
-    params = init(ARCH, jax.random.key(0))
+    params = drawn.parameters(ARCH, 0)
     copy = compute_copy(params, jnp.dtype("float32"))
     assert all(a is b for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(copy)))

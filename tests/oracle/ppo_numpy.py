@@ -2,13 +2,14 @@
 
 from functools import partial
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fuse_jax.config import ComputeConfig, KLConfig, OptimizerConfig, PPOConfig
 from fuse_jax.models.architecture import Architecture
-from fuse_jax.models.transformer import forward, init
+from fuse_jax.models.transformer import forward
 from fuse_jax.training.gradients import HyperParameters
 from fuse_jax.training.minibatch import Experience
 
@@ -43,10 +44,12 @@ def hyper_parameters(*, compute=None, temperature=0.7, valid_vocab=35, lr=1e-3, 
 
 def toy_params(seed=0):
     """Actor and critic; the critic's head is not zero, so its trunk has a gradient."""
-    actor, critic, head = jax.random.split(jax.random.key(seed), 3)
-    params = {"actor": init(ACTOR, actor), "critic": init(CRITIC, critic, head="scalar")}
-    shape = (CRITIC.hidden_size, 1)
-    params["critic"]["head"]["kernel"] = 0.3 * jax.random.normal(head, shape)
+    params = {
+        "actor": drawn.parameters(ACTOR, 2 * seed),
+        "critic": drawn.parameters(CRITIC, 2 * seed + 1, "scalar"),
+    }
+    kernel = 0.3 * np.random.default_rng(seed).standard_normal((CRITIC.hidden_size, 1))
+    params["critic"]["head"]["kernel"] = jnp.asarray(kernel, jnp.float32)
     return params
 
 

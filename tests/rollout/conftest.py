@@ -1,8 +1,6 @@
 """A tiny engine that all tests here share, so that it compiles once."""
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -15,9 +13,6 @@ from fuse_jax.models import transformer
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.placement.mesh import single_device_mesh
 from fuse_jax.rollout.engine import Engine
-
-# Lets the tests here import the numpy oracle.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "oracle"))
 
 ARCH = Architecture(
     vocab_size=40,

@@ -58,12 +58,15 @@ def test_log_probs_are_those_of_a_full_forward_pass(setup, uncapped):
     rows, first = prefill(setup, uncapped, ids)
     state = uncapped.insert(uncapped.init_decode_state(), rows, place([5, 2, 7, 0]))
     _, tokens, log_probs = decode(setup, uncapped, state, 12)
+    # Behind a causal sequence anything may stand: all are of one length, to compile once.
+    forward = jax.jit(lambda tokens: transformer.forward(uncapped.arch, setup.params, tokens))
     for row, (sample, slot) in enumerate(zip(ids, [5, 2, 7, 0], strict=True)):
         prompt = setup.prompts[sample]
         response = np.concatenate([[first.tokens[row]], tokens[:, slot]])
         sampled = np.concatenate([[first.log_probs[row]], log_probs[:, slot]])
-        whole = np.concatenate([prompt, response])[None]
-        hidden = transformer.forward(uncapped.arch, setup.params, jnp.asarray(whole))
+        whole = np.zeros((1, 20 + len(response)), np.int32)
+        whole[0, : len(prompt) + len(response)] = np.concatenate([prompt, response])
+        hidden = forward(whole)
         before = heads.before_response(hidden, jnp.array([len(prompt)]), len(response))
         given = heads.token_statistics(
             setup.params, before, jnp.asarray(response[None]), temperature=0.8, valid_vocab=37

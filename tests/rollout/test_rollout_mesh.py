@@ -30,7 +30,9 @@ def differing(left, right) -> int:
     return count
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str
+)
 def test_tokens_equal_those_of_one_device(setup, sizes):
     # One bucket for all prompts, to compile less: it moves only the last bits.
     rollout = dataclasses.replace(setup.engine.rollout, prompt_buckets=(20,))

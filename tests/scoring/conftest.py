@@ -1,10 +1,10 @@
 """Tiny models and samples that the scoring tests share."""
 
+import drawn
 import jax
 import numpy as np
 import pytest
 
-from fuse_jax.models import transformer
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.samples import Sample
 from fuse_jax.scoring.columns import Model
@@ -26,7 +26,7 @@ def models() -> dict[str, Model]:
     """One model a role, each with its own weights; scalar heads are not left at zero."""
     made = {}
     for i, role in enumerate(("actor", "reference", "critic", "reward_model")):
-        params = transformer.init(ARCH, jax.random.key(i), head="lm" if i < 2 else "scalar")
+        params = drawn.parameters(ARCH, i, "lm" if i < 2 else "scalar")
         if i >= 2:
             kernel = jax.random.normal(jax.random.key(10 + i), (ARCH.hidden_size, 1))
             params["head"] = {"kernel": kernel, "bias": jax.numpy.full((1,), 0.25)}

@@ -247,7 +247,7 @@ def test_shapes_are_listed_and_late_ones_are_logged(models, samples, monkeypatch
 @pytest.mark.parametrize(
     ("shape", "columns"),
     [
-        ((8, 1, 1), ("ref_log_probs", "values")),
+        pytest.param((8, 1, 1), ("ref_log_probs", "values"), marks=pytest.mark.slow),
         ((2, 2, 2), ("ref_log_probs", "full_kl", "values", "scores")),
     ],
 )

@@ -1,14 +1,15 @@
 """The whole update: meshes, one executable, lr = 0, skips, and nothing that is aliased."""
 
+import drawn
 import jax
 import numpy as np
 import ppo_numpy as toy
 import pytest
+from program_text import compile_for_its_text
 
 from fuse_jax.buckets import Bucket
 from fuse_jax.config import ComputeConfig, MeshConfig, PPOConfig
 from fuse_jax.models.architecture import Architecture
-from fuse_jax.models.transformer import init
 from fuse_jax.placement.mesh import make_mesh, row_shards, single_device_mesh
 from fuse_jax.training.gradients import HyperParameters
 from fuse_jax.training.minibatch import Experience, cut_minibatch
@@ -51,7 +52,7 @@ def compiled():
 def test_a_learning_rate_of_zero_changes_no_bit_and_every_ratio_is_one():
     hp, mesh = toy.hyper_parameters(lr=0.0), single_device_mesh()
     params = toy.toy_params()
-    experience = on_policy(params, hp, toy.toy_experience(8))
+    experience = on_policy(params, hp, toy.toy_experience(8, lengths=((1, 3), (4, 12))))
     before = bits(params)
     state, step = create_ppo_state(params, hp, mesh), make_step(mesh, hp)
     for _ in range(2):
@@ -85,7 +86,7 @@ def test_one_executable_serves_every_minibatch(compiled):
 def test_training_goes_down_its_loss_and_counts_its_updates(compiled):
     hp, mesh, step = compiled
     params = toy.toy_params()
-    experience = on_policy(params, hp, toy.toy_experience(8))
+    experience = on_policy(params, hp, toy.toy_experience(8, lengths=((1, 3), (4, 12))))
     state, losses = create_ppo_state(params, hp, mesh), []
     for _ in range(8):
         state, metrics = step(state, cut(experience, mesh))
@@ -161,7 +162,7 @@ def test_meshes_give_the_gradients_of_one_device(compiled, sizes):
     assert kernel.sharding.is_fully_replicated == (sizes == (8, 1, 1))
 
 
-def test_fsdp_leaves_each_device_its_own_rows():
+def test_fsdp_leaves_each_device_its_own_rows(monkeypatch):
     """Cut embeddings must not make XLA repeat every row's attention on every device."""
     arch = Architecture(
         vocab_size=64, hidden_size=64, intermediate_size=72, num_heads=8, num_kv_heads=8, head_dim=8
@@ -169,8 +170,8 @@ def test_fsdp_leaves_each_device_its_own_rows():
     mesh = make_mesh(MeshConfig(1, 8, 1))
     hp = HyperParameters(arch, arch, PPOConfig(), ComputeConfig())
     params = {
-        "actor": init(arch, jax.random.key(0)),
-        "critic": init(arch, jax.random.key(1), head="scalar"),
+        "actor": drawn.parameters(arch, 0),
+        "critic": drawn.parameters(arch, 1, "scalar"),
     }
     rows, length, response = 8, 24, 12
     zeros = np.zeros((rows, response), np.float32)
@@ -188,6 +189,7 @@ def test_fsdp_leaves_each_device_its_own_rows():
     )
     minibatch = cut_minibatch(experience, np.arange(rows), (Bucket(length, rows),), shards=8)
     step = make_step(mesh, hp)
+    compile_for_its_text(monkeypatch)
     step.precompile(create_ppo_state(params, hp, mesh), minibatch)
     program = step.text()
     assert f"f32[1,8,{length},{length}]" in program

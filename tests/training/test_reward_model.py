@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from fuse_jax.data.packing import pack_preferences
 from fuse_jax.data.records import Preference
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.models.heads import scalars
-from fuse_jax.models.transformer import forward, init
+from fuse_jax.models.transformer import forward
 from fuse_jax.placement.mesh import make_mesh, single_device_mesh
 from fuse_jax.training.held_out_pairs import score_pairs
 from fuse_jax.training.optimizers import make_optimizer
@@ -43,7 +44,7 @@ def preferences(count=9, seed=0, margin=0.0):
 
 
 def params_with_head(seed=1):
-    params = init(ARCH, jax.random.key(seed), head="scalar")
+    params = drawn.parameters(ARCH, seed, "scalar")
     kernel = 0.3 * jax.random.normal(jax.random.key(seed + 1), (ARCH.hidden_size, 1))
     return {**params, "head": {"kernel": kernel, "bias": jnp.full(1, 0.2)}}
 
@@ -110,7 +111,7 @@ def test_a_toy_preference_is_learnt_on_every_mesh():
         single = sizes == (1, 1, 1)
         mesh = single_device_mesh() if single else make_mesh(MeshConfig(*sizes))
         step = make_reward_step(mesh, ARCH, COMPUTE, optimizer, score_l2=0.01)
-        params = {"reward_model": init(ARCH, jax.random.key(0), head="scalar")}
+        params = {"reward_model": drawn.parameters(ARCH, 0, "scalar")}
         state = create_state(params, {"reward_model": optimizer}, {"reward_model": ARCH}, mesh)
         history = []
         for number in range(40 if single else 2):

@@ -1,8 +1,10 @@
 """With tables cut over fsdp, no stage may make XLA repeat every row's work on every device."""
 
+import drawn
 import jax
 import numpy as np
 import pytest
+from program_text import compile_for_its_text
 
 from fuse_jax.buckets import Bucket
 from fuse_jax.config import ComputeConfig, MeshConfig, OptimizerConfig
@@ -56,7 +58,7 @@ def step_flops(module, make, role, head, batch, mesh, monkeypatch):
     monkeypatch.setattr(module, "CompiledStep", kept)
     optimizer = make_optimizer(OptimizerConfig(), 2)
     step = make(mesh, ARCH, COMPUTE, optimizer)
-    params = {role: init(ARCH, jax.random.key(0), head=head)}
+    params = {role: drawn.parameters(ARCH, 0, head)}
     step(create_state(params, {role: optimizer}, {role: ARCH}, mesh), batch)
     return made[0]._executable.cost_analysis()["flops"]
 
@@ -82,6 +84,7 @@ def ranking(mesh, monkeypatch):
     ],
 )
 def test_eight_devices_do_an_eighth_each(work, monkeypatch):
+    compile_for_its_text(monkeypatch)
     whole = work(single_device_mesh(), monkeypatch)
     each = work(make_mesh(MeshConfig(1, 8, 1)), monkeypatch)
     assert each < whole / 8 * 1.5

@@ -1,5 +1,7 @@
 """The whole loop on a tiny run: files it leaves, lr = 0, control, resume, kill -9, compilation."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -15,7 +17,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from fuse_jax.config_read import ConfigError, default_config
-from fuse_jax.training.checkpoint import CheckpointError
+from fuse_jax.training.checkpoint import CheckpointError, Checkpoints
 from fuse_jax.training.metrics import read_lines
 from fuse_jax.training.run import report_text, train
 from fuse_jax.training.state import GivenUp
@@ -60,10 +62,37 @@ def parameters(workdir: Path) -> dict[str, bytes]:
     }
 
 
+def by_function() -> ConfigDict:
+    """Shorter: one iteration, scored by a function, in sequences of one length."""
+    config = tiny()
+    config.stages = "sft,ppo"
+    config.reward.source, config.critic.init = "function", "actor"
+    config.compute.sequence_buckets = "40"
+    config.ppo.iterations = 1
+    return config
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def watched(tmp_path_factory):
+    """A run, what it printed, and for each save of PPO whether the best it names was there."""
     workdir = tmp_path_factory.mktemp("run") / "undisturbed"
-    return workdir, train(tiny(), workdir)
+    save, named = Checkpoints.save, []
+
+    def watch(self, step, arrays, host):
+        if "progress" in host:  # a kill may come as soon as this save is finished
+            best = host["progress"]["best_iteration"]
+            named.append((workdir / "checkpoints" / "best" / str(best)).is_dir())
+        save(self, step, arrays, host)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(Checkpoints, "save", watch)
+        report = train(tiny(), workdir)
+    return workdir, report, said.getvalue(), named
+
+
+@pytest.fixture(scope="module")
+def undisturbed(watched):
+    return watched[:2]
 
 
 def test_what_a_run_leaves(undisturbed):
@@ -100,9 +129,26 @@ def test_sampler_and_trainer_agree(undisturbed):
     assert first["log_prob_drift_max"] < 1e-5
 
 
-def test_a_second_run_is_bit_equal(undisturbed, tmp_path):
+def late_compilations(printed: str) -> list[str]:
+    assert "shape: generate 8 rows" in printed
+    return [line for line in printed.splitlines() if "had to compile" in line]
+
+
+def test_late_compilations_are_named(watched):
+    """The first update of the actor comes after the critic's warm-up."""
+    late = late_compilations(watched[2])
+    assert any("iteration 1 had to compile" in line and "ppo_step" in line for line in late)
+
+
+def test_a_second_run_that_precompiles_is_bit_equal_and_compiles_nothing_late(
+    undisturbed, tmp_path, capsys
+):
+    """Without: `test_resume_is_bit_equal_from_every_iteration`, which runs the whole again."""
     workdir, _ = undisturbed
-    train(tiny(), tmp_path / "again")
+    config = tiny()
+    config.compute.precompile = True
+    train(config, tmp_path / "again")
+    assert not late_compilations(capsys.readouterr().out)
     assert numbers(tmp_path / "again") == numbers(workdir)
     assert parameters(tmp_path / "again") == parameters(workdir)
 
@@ -135,22 +181,8 @@ def test_resume_is_bit_equal_from_every_iteration(undisturbed, tmp_path, monkeyp
     assert parameters(tmp_path / "run") == parameters(workdir)
 
 
-def test_the_best_is_on_disk_before_a_save_that_names_it(tmp_path, monkeypatch):
-    from fuse_jax.training.checkpoint import Checkpoints
-
-    save, named = Checkpoints.save, []
-
-    def watched(self, step, arrays, host):
-        if "progress" in host:  # a kill may come as soon as this save is finished
-            best = host["progress"]["best_iteration"]
-            named.append((tmp_path / "checkpoints" / "best" / str(best)).is_dir())
-        save(self, step, arrays, host)
-
-    monkeypatch.setattr(Checkpoints, "save", watched)
-    config = tiny()
-    config.ppo.iterations, config.evaluation.every = 2, 1
-    train(config, tmp_path)
-    assert named == [True] * 3
+def test_the_best_is_on_disk_before_a_save_that_names_it(watched):
+    assert watched[3] == [True] * 5
 
 
 def test_resume_of_a_finished_run_changes_nothing(undisturbed):
@@ -201,12 +233,22 @@ def test_a_stage_that_only_skips_updates_is_given_up(tmp_path, monkeypatch, stag
     assert stages == (set() if stage == "sft" else {"sft", "reward_model", "eval", "ppo"})
 
 
-def test_learning_rate_zero_changes_no_bit(tmp_path):
-    config = tiny()
+def without_learning() -> ConfigDict:
+    config = by_function()
     config.ppo.actor_optimizer.learning_rate = config.ppo.critic_optimizer.learning_rate = 0.0
-    config.rollout.temperature = 0.7
     config.ppo.iterations, config.ppo.critic_warmup = 2, 0
-    train(config, tmp_path)
+    return config
+
+
+def length_reward(prompt: str, response: str, meta: dict) -> float:
+    return float(len(response))
+
+
+@pytest.mark.filterwarnings("ignore:the reward function runs in this process")
+def test_learning_rate_zero_changes_no_bit(tmp_path):
+    config = without_learning()
+    config.rollout.temperature = 0.7
+    train(config, tmp_path, reward_function=length_reward)
     exported = parameters(tmp_path)
     assert exported["models/actor/model.safetensors"] == exported["models/sft/model.safetensors"]
     for row in (row for row in numbers(tmp_path) if row["stage"] == "ppo"):
@@ -225,15 +267,11 @@ def test_learning_rate_zero_changes_no_bit(tmp_path):
 )
 def test_learning_rate_zero_keeps_every_ratio_at_one(tmp_path, sampling, dtype, ratio, drift):
     """Cut sampling: against recomputed log-probs, exactly. bfloat16 promises closeness only."""
-    config = tiny()
-    config.stages = "sft,ppo"
-    config.reward.source, config.critic.init = "function", "actor"
-    config.ppo.actor_optimizer.learning_rate = config.ppo.critic_optimizer.learning_rate = 0.0
-    config.ppo.iterations, config.ppo.critic_warmup = 1, 0
+    config = without_learning()
     config.ppo.recompute_log_probs = dtype == "float32"
     config.rollout.update(sampling)
     config.compute.dtype = dtype
-    train(config, tmp_path, reward_function=lambda prompt, response, meta: float(len(response)))
+    train(config, tmp_path, reward_function=length_reward)
     row = next(row for row in numbers(tmp_path) if row["stage"] == "ppo")
     assert abs(row["ratio_max"] - 1) < ratio and row["log_ratio_abs_max"] < ratio
     assert row["log_prob_drift_max"] < drift
@@ -251,20 +289,6 @@ def test_stages_run_alone_from_exported_directories(undisturbed, tmp_path):
     assert alone["reward_after"] == pytest.approx(report["reward_after"], abs=1e-5)
 
 
-@pytest.mark.parametrize("precompile", [True, False])
-def test_late_compilations_are_named_and_precompile_leaves_none(tmp_path, capsys, precompile):
-    config = tiny()
-    config.compute.precompile = precompile
-    train(config, tmp_path)
-    printed = capsys.readouterr().out
-    assert "shape: generate 8 rows" in printed
-    late = [line for line in printed.splitlines() if "had to compile" in line]
-    if precompile:
-        assert not late
-    else:  # the first update of the actor comes after the critic's warm-up
-        assert any("iteration 1 had to compile" in line and "ppo_step" in line for line in late)
-
-
 def excluding_reward(prompt: str, response: str, meta: dict) -> float:
     """Scores even lengths, fails on the rest."""
     if len(response.split()) % 2:
@@ -274,11 +298,7 @@ def excluding_reward(prompt: str, response: str, meta: dict) -> float:
 
 @pytest.mark.filterwarnings("ignore:the reward function runs in this process")
 def test_failed_rewards_are_counted_and_shown(tmp_path, capsys, caplog):
-    config = tiny()
-    config.stages = "sft,ppo"
-    config.reward.source = "function"
-    config.critic.init = "actor"
-    config.ppo.iterations = 1
+    config = by_function()
     report = train(config, tmp_path, reward_function=excluding_reward)
     row = next(row for row in numbers(tmp_path) if row["stage"] == "ppo")
     assert 0 < row["excluded"] < 16
@@ -311,9 +331,7 @@ def broken_reward(prompt: str, response: str, meta: dict) -> float:
 
 @pytest.mark.filterwarnings("ignore:the reward function runs in this process")
 def test_a_run_whose_every_sample_is_excluded_is_given_up(tmp_path):
-    config = tiny()
-    config.stages = "sft,ppo"
-    config.reward.source, config.critic.init = "function", "actor"
+    config = by_function()
     with pytest.raises(GivenUp, match="every sample was excluded"):
         train(config, tmp_path, reward_function=broken_reward)
     assert [row["excluded"] for row in numbers(tmp_path) if row["stage"] == "ppo"] == [16.0]
@@ -345,12 +363,13 @@ def test_shuffled_control_keeps_the_scores_and_moves_them(tmp_path, undisturbed)
     assert shuffled["return_mean"] != plain["return_mean"]
 
 
+@pytest.mark.filterwarnings("ignore:the reward function runs in this process")
 def test_kl_blow_up_stops_the_run_and_keeps_the_best(tmp_path):
-    config = tiny()
+    config = by_function()
+    config.ppo.iterations, config.ppo.critic_warmup = 4, 0
     config.ppo.kl.stop_above = 1e-12
     config.ppo.actor_optimizer.learning_rate = 0.05
-    config.ppo.critic_warmup = 0
-    report = train(config, tmp_path)
+    report = train(config, tmp_path, reward_function=length_reward)
     assert "ppo.kl.stop_above" in report["stopped"]
     assert report["iterations"] < 4
     assert (tmp_path / "models" / "best_actor").is_dir()

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ from fuse_jax.config import ComputeConfig, MeshConfig, OptimizerConfig
 from fuse_jax.data.packing import pack_demonstrations
 from fuse_jax.data.records import Demonstration
 from fuse_jax.models.architecture import Architecture
-from fuse_jax.models.transformer import forward, init
+from fuse_jax.models.transformer import forward
 from fuse_jax.placement.mesh import make_mesh, single_device_mesh
 from fuse_jax.training.gradients import accumulate
 from fuse_jax.training.minibatch import BucketBatches
@@ -52,12 +53,12 @@ def trained(state, step, batch, count):
 
 
 def start(optimizer, mesh):
-    params = {"actor": init(ARCH, jax.random.key(0))}
+    params = {"actor": drawn.parameters(ARCH, 0)}
     return create_state(params, {"actor": optimizer}, {"actor": ARCH}, mesh)
 
 
 def test_the_loss_is_the_mean_over_answer_tokens_of_unpacked_demonstrations():
-    items, params = demonstrations(), init(ARCH, jax.random.key(1))
+    items, params = demonstrations(), drawn.parameters(ARCH, 1)
     _, metrics = gradient(params, cut_rows(packed(items), 1024))
     log_softmax = jax.jit(
         lambda x: jax.nn.log_softmax(forward(ARCH, params, x)[0] @ params["head"]["kernel"])
@@ -74,7 +75,7 @@ def test_the_loss_is_the_mean_over_answer_tokens_of_unpacked_demonstrations():
 
 
 def test_groups_of_rows_add_up_to_one_batch():
-    params, batch = init(ARCH, jax.random.key(1)), packed()
+    params, batch = drawn.parameters(ARCH, 1), packed()
     whole, parts = cut_rows(batch, 1024), cut_rows(batch, 48)
     assert whole.tokens.shape == (1, 8, 16) and parts.tokens.shape == (3, 3, 16)
     expected, metrics = gradient(params, whole)
@@ -86,7 +87,7 @@ def test_groups_of_rows_add_up_to_one_batch():
 
 
 def test_prompts_padding_and_segment_boundaries_have_no_weight():
-    params, batch = init(ARCH, jax.random.key(1)), packed()
+    params, batch = drawn.parameters(ARCH, 1), packed()
     rows = cut_rows(batch, 1024)
     expected = gradient(params, rows)
     ignored = np.asarray(batch.loss_mask)[None] == 0
