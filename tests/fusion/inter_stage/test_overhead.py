@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from fuse_jax.benchmarks import paced
+from fuse_jax.benchmarks.inter_stage import controller_apart
 from fuse_jax.fusion.inter_stage import lane as lanes
 from fuse_jax.fusion.inter_stage import migration, runtime, stopwatch, watchers
 from fuse_jax.fusion.inter_stage.job import SHARES
@@ -320,6 +322,15 @@ sys.exit(7)
 def test_a_program_ends_in_order_while_a_device_works():
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (7, "")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no thread is bound to cores here")
+def test_a_paced_run_leaves_the_controller_a_core():
+    cores = os.sched_getaffinity(0)
+    with pytest.raises(KeyError), controller_apart():
+        assert len(os.sched_getaffinity(0)) == 1
+        raise KeyError
+    assert os.sched_getaffinity(0) == cores
 
 
 def test_a_watch_runs_for_one_thing_at_a_time(clock):
