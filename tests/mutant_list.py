@@ -390,8 +390,8 @@ SCORING = [
     Mutant(
         "dispatch waits for the device",
         "fuse_jax/scoring/scorer.py",
-        "            array.copy_to_host_async()",
-        "            array.block_until_ready()",
+        "        start_copies(arrays)",
+        "        jax.block_until_ready(arrays)",
         ("tests/scoring/test_scorer.py::test_readiness_a_sample_and_column_without_waiting",),
     ),
     Mutant(

