@@ -26,7 +26,7 @@ dispatch_share   of the wall time, what it spent in calls that start programs, s
                  left of the wall time it slept
                  (all three are wall time, with what other threads kept its core for. An accelerator
                  computes nothing on the controller's core, so the virtual devices do not either,
-                 where there are two cores or more: see `controller_apart`)
+                 where there are two cores or more: see `measure.controller_apart`)
 watching_cpu_share
                  of a core, what the threads took that wait for devices
 looks            how often it woke
@@ -37,10 +37,8 @@ The serial baseline has the same instances, slots and micro-batches, and scores 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +48,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fuse_jax.benchmarks.measure import controller_apart
 from fuse_jax.benchmarks.paced import Clock, Pace, PacedEngine, PacedScorer
 from fuse_jax.buckets import make_buckets
 from fuse_jax.config import MeshConfig, RolloutConfig
@@ -297,26 +296,6 @@ def sweep_plans(setting: Setting, samples: int) -> list[Plan]:
         for keep in sorted(keeps)
         if threshold <= keep * room and keep < n
     ]
-
-
-@contextlib.contextmanager
-def controller_apart() -> Iterator[None]:
-    """One core for the calling thread, and the others for the devices, as far as there are others.
-
-    Else the controller of a paced run is measured with its core's caches full of the devices'
-    models, and behind them in the queue for it. Threads of devices that exist already stay.
-    """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) < 2:
-        yield
-        return
-    try:
-        os.sched_setaffinity(0, cores[1:])
-        jax.devices()  # starts their threads, which stay on the cores that their maker had
-        os.sched_setaffinity(0, cores[:1])
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def benchmark(args: argparse.Namespace) -> list[dict]:

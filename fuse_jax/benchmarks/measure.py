@@ -7,12 +7,13 @@ measured / floor beside the seconds. On a shared machine the CPU-seconds are the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -171,3 +172,23 @@ def environment() -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
     }
+
+
+@contextlib.contextmanager
+def controller_apart() -> Iterator[None]:
+    """One core for the calling thread, and the others for the devices, as far as there are others.
+
+    Else the host's work in a paced run is measured with its core's caches full of the devices'
+    models, and behind them in the queue for it. Threads of devices that exist already stay.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2:
+        yield
+        return
+    try:
+        os.sched_setaffinity(0, cores[1:])
+        jax.devices()  # starts their threads, which stay on the cores that their maker had
+        os.sched_setaffinity(0, cores[:1])
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fuse_jax.benchmarks import paced
-from fuse_jax.benchmarks.inter_stage import controller_apart
+from fuse_jax.benchmarks.measure import controller_apart
 from fuse_jax.fusion.inter_stage import lane as lanes
 from fuse_jax.fusion.inter_stage import migration, runtime, stopwatch, watchers
 from fuse_jax.fusion.inter_stage.job import SHARES
