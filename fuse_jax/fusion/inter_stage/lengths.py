@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +29,17 @@ class LengthHistory:
         """[i] = the sum of all lengths from the i-th shortest on."""
         return np.append(np.cumsum(self._sorted[::-1])[::-1], 0)
 
+    @cached_property
+    def _longer(self) -> list[int]:
+        """[n] = how many lengths are above n, up to the longest."""
+        known = self._sorted
+        points = np.arange(known[-1] + 1 if len(known) else 0)
+        return (len(known) - np.searchsorted(known, points, side="right")).tolist()
+
+    @cached_property
+    def _ascending(self) -> list[int]:
+        return self._sorted.tolist()
+
     def remaining(self, generated: int, cap: int) -> float:
         """Expected tokens still to come of a response that has `generated`, at most `cap` in all.
 
@@ -51,12 +63,14 @@ class LengthHistory:
         if not len(generated):
             return 0.0
         share = len(generated) / (len(generated) + 1)
-        known, ages = self._sorted, np.asarray(generated)
-        first = np.searchsorted(known, ages, side="right")
-        left = len(known) - first
-        index = np.minimum(first + (share * left).astype(np.int64), len(known) - 1)
-        ends = np.where(left > 0, known[index] if len(known) else 0, ages + share * (cap - ages))
-        return float(np.max(np.minimum(ends, cap) - ages))
+        # No numpy here and below: a live controller asks after every chunk, of a few responses.
+        known, longer = self._ascending, self._longer
+        most = -math.inf
+        for age in generated:
+            left = longer[age] if age < len(longer) else 0
+            end = known[int(share * left) - left] if left else age + share * (cap - age)
+            most = max(most, min(end, cap) - age)
+        return float(most)
 
     def outlasting(self, generated: Sequence[int], more: float, cap: int) -> float:
         """How many of several responses are expected to draw `more` further tokens, or beyond.
@@ -66,11 +80,15 @@ class LengthHistory:
         """
         if not len(generated):
             return 0.0
-        ages = np.asarray(generated)
-        left = len(self._sorted) - np.searchsorted(self._sorted, ages, side="right")
-        then = len(self._sorted) - np.searchsorted(self._sorted, ages + max(more - 0.5, 0.5))
-        unknown = np.clip(1 - more / np.maximum(cap - ages, 1), 0.0, 1.0)
-        return float(np.where(left > 0, then / np.maximum(left, 1), unknown).sum())
+        longer, sure = self._longer, math.ceil(max(more - 0.5, 0.5)) - 1
+        expected = 0.0
+        for age in generated:
+            left = longer[age] if age < len(longer) else 0
+            if not left:
+                expected += min(max(1 - more / max(cap - age, 1), 0.0), 1.0)
+            elif age + sure < len(longer):
+                expected += longer[age + sure] / left
+        return expected
 
     def drift(self, newer: LengthHistory) -> float:
         """Kolmogorov-Smirnov distance, 0..1, between the two; 1 if just one of them is empty."""

@@ -106,6 +106,31 @@ def test_remaining_against_its_definition(lengths, generated, cap):
     assert LengthHistory(tuple(lengths)).remaining(generated, cap) == pytest.approx(expected)
 
 
+LENGTHS = st.integers(1, 40)
+
+
+@given(
+    st.lists(LENGTHS, max_size=12),
+    st.lists(st.integers(0, 45), min_size=1, max_size=6),
+    st.one_of(st.integers(0, 50), st.floats(0, 50)),
+)
+def test_what_is_left_is_counted_from_the_lengths_themselves(known, generated, more):
+    cap, history = 48, LengthHistory(tuple(known))
+    ends, outlast = [], 0.0
+    for age in generated:
+        longer = sorted(length for length in known if length > age)
+        share = len(generated) / (len(generated) + 1)
+        if longer:
+            ends.append(longer[min(int(share * len(longer)), len(longer) - 1)] - age)
+            later = [length for length in longer if length >= age + max(more - 0.5, 0.5)]
+            outlast += len(later) / len(longer)
+        else:
+            ends.append(share * (cap - age))
+            outlast += min(max(1 - more / (cap - age), 0.0), 1.0)
+    assert history.longest_remaining(generated, cap) == pytest.approx(max(ends))
+    assert history.outlasting(generated, more, cap) == pytest.approx(outlast)
+
+
 def test_longest_remaining_and_outlasting():
     history = LengthHistory((2, 4, 6, 8))
     assert history.longest_remaining([], 10) == 0.0
