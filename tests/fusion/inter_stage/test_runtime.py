@@ -130,7 +130,7 @@ def check_forced(world, same, monkeypatch, seed, requests, expected):
     rng = np.random.default_rng(seed)
     forced_moves(monkeypatch, rng, slots_moved)
     wanted = len(world.instances) * world.instances[0].engine.rollout.slots
-    for _ in range(12):
+    for _ in range(60):
         outcome = runtime.run(world.instances, world.job(requests, HANDOFF))
         assert outcome.counts.failed == 0
         same(outcome.samples, outcome.scored, expected)
