@@ -740,6 +740,15 @@ INTER_STAGE = [
         ),
     ),
     Mutant(
+        "what the knee rule gives is left out by the budget",
+        "fuse_jax/fusion/inter_stage/choose.py",
+        '"simulated": ("simulated", "knee")}',
+        '"simulated": ("simulated",)}',
+        (
+            "tests/fusion/inter_stage/test_inter_choose.py::test_a_budget_leaves_the_pairs_of_the_knee_rule_in",
+        ),
+    ),
+    Mutant(
         "all objects are gone through for garbage while instances wait",
         "fuse_jax/fusion/inter_stage/runtime.py",
         "    gc.freeze()",

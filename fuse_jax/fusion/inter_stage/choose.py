@@ -230,16 +230,16 @@ def choose_with(
         "simulated": [handed, *migrations(samples, geometry, costs, way), *packed],
         "stream": [Plan("stream", stream=True)],
     }
-    if policy != "auto":
-        best = predict.best(replace(plan, way=way) for plan in candidates[policy])
-        return replace(best, policy=policy, why=_reason(best, samples))
-    # Serial first: of equals the first is taken.
-    best = predict.best([SERIAL])
-    for name in ("simulated", "knee", "stream"):
-        other = predict.best(candidates[name])
+    # Of equals the first is taken. The budget may leave out the pair that the knee rule gives.
+    tried = {"auto": ("serial", "simulated", "knee", "stream"), "simulated": ("simulated", "knee")}
+    best, *others = [
+        predict.best(replace(plan, way=way) for plan in candidates[name])
+        for name in tried.get(policy, (policy,))
+    ]
+    for other in others:
         if _faster(other, best):
             best = other
-    return replace(best, policy="auto", why=_reason(best, samples))
+    return replace(best, policy=policy, why=_reason(best, samples))
 
 
 def _faster(one: Plan, other: Plan) -> bool:

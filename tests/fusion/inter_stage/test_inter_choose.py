@@ -136,6 +136,14 @@ def test_simulated_is_as_good_as_trying_everything(predict):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("policy", ["simulated", "auto"])
+def test_a_budget_leaves_the_pairs_of_the_knee_rule_in(predict, monkeypatch, policy):
+    monkeypatch.setattr(chooser, "migrations", lambda *_, **__: [])
+    knee, found = choose_with(predict, "knee"), choose_with(predict, policy)
+    assert knee.predicted_ms < predict(Plan("hand-off"))
+    assert found.policy == policy and found.predicted_ms <= knee.predicted_ms
+
+
 def test_auto_takes_the_fastest_and_says_why(predict):
     others = {name: choose_with(predict, name) for name in ("knee", "simulated", "stream")}
     best = choose_with(predict, "auto")
