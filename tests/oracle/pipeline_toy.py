@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-import drawn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import ppo_numpy as toy
 
@@ -26,6 +24,7 @@ from fuse_jax.fusion.intra_stage.problem import MODELS, Pipeline, Problem
 from fuse_jax.fusion.intra_stage.stages import join_params, split_params
 from fuse_jax.fusion.intra_stage.tables import slots_needed
 from fuse_jax.fusion.intra_stage.transport import make_transport
+from fuse_jax.models.transformer import init
 from fuse_jax.training.gradients import finish_metrics, serial_gradients
 from fuse_jax.training.minibatch import cut_minibatch
 from fuse_jax.training.pipeline_engine import place_rows
@@ -50,12 +49,9 @@ def hyper_parameters(layers, *, tied=False, kv_heads=1, **kwargs):
 
 
 def parameters(hp, seed=1):
-    params = {
-        "actor": drawn.parameters(hp.actor, 2 * seed),
-        "critic": drawn.parameters(hp.critic, 2 * seed + 1, "scalar"),
-    }
-    kernel = 0.3 * np.random.default_rng(seed).standard_normal((hp.critic.hidden_size, 1))
-    params["critic"]["head"]["kernel"] = jnp.asarray(kernel, jnp.float32)
+    actor, critic, head = jax.random.split(jax.random.key(seed), 3)
+    params = {"actor": init(hp.actor, actor), "critic": init(hp.critic, critic, head="scalar")}
+    params["critic"]["head"]["kernel"] = 0.3 * jax.random.normal(head, (hp.critic.hidden_size, 1))
     return params
 
 
