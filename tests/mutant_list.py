@@ -631,7 +631,7 @@ INTER_STAGE = [
     Mutant(
         "work starts before the device is free",
         "fuse_jax/fusion/inter_stage/timeline.py",
-        "start = max(start, self._free_at[instance])",
+        "start = max(start, free_at[instance])",
         "pass",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_the_timeline_holds_every_kind_of_work_without_overlap",
@@ -697,8 +697,8 @@ INTER_STAGE = [
     Mutant(
         "an instance is not asked what is due after its chunk",
         "fuse_jax/fusion/inter_stage/runtime.py",
-        "        self._expect(lane)\n        self._changed[lane.index] = lane",
-        "        self._expect(lane)",
+        "bool(finished))\n        self._changed[lane.index] = lane",
+        "bool(finished))",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_every_plan_gives_the_serial_bits[handoff]",
         ),
@@ -755,6 +755,24 @@ INTER_STAGE = [
         "    pass",
         (
             "tests/fusion/inter_stage/test_overhead.py::test_garbage_is_looked_for_among_new_objects_only",
+        ),
+    ),
+    Mutant(
+        "streaming looks at instances after every chunk",
+        "fuse_jax/fusion/inter_stage/lateness.py",
+        "if finished or self._chunks[index] >= CHUNKS:",
+        "if True:",
+        (
+            "tests/fusion/inter_stage/test_inter_policy.py::test_an_instance_is_looked_at_when_its_prospects_may_have_changed",
+        ),
+    ),
+    Mutant(
+        "a sample that finished changes no prospects",
+        "fuse_jax/fusion/inter_stage/lateness.py",
+        "if finished or self._chunks[index] >= CHUNKS:",
+        "if self._chunks[index] >= CHUNKS:",
+        (
+            "tests/fusion/inter_stage/test_inter_policy.py::test_an_instance_is_looked_at_when_its_prospects_may_have_changed",
         ),
     ),
     Mutant(

@@ -244,10 +244,15 @@ def settings(layers: int) -> HyperParameters:
 
 
 def make_params(hp: HyperParameters) -> dict[str, Any]:
-    """Actor and critic; the critic's head is not zero, so that its trunk has a gradient."""
+    """Actor and critic; the critic's head is not zero, so that its trunk has a gradient.
+
+    It is drawn so that values are about as large as the returns: much larger ones would make all
+    gradients differences of large numbers, and what is compared rounding.
+    """
     actor, critic, head = jax.random.split(jax.random.key(0), 3)
     params = {"actor": init(hp.actor, actor), "critic": init(hp.critic, critic, head="scalar")}
-    params["critic"]["head"]["kernel"] = jax.random.normal(head, (hp.critic.hidden_size, 1))
+    width = hp.critic.hidden_size
+    params["critic"]["head"]["kernel"] = width**-0.5 * jax.random.normal(head, (width, 1))
     return params
 
 

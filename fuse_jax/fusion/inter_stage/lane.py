@@ -15,6 +15,7 @@ import jax
 from fuse_jax.fusion.inter_stage.instances import Instance
 from fuse_jax.fusion.inter_stage.policy import (
     CHUNKS_IN_FLIGHT,
+    Ages,
     InstanceView,
     Unfinished,
 )
@@ -167,6 +168,20 @@ class Lane:
         live = tuple(map(_unfinished, self._batcher.live.values()))
         waiting = tuple(map(_unfinished, self._batcher.queued))
         return InstanceView(live, waiting, self.alive)
+
+    def ages(self) -> Ages:
+        """What streaming may know."""
+        batcher = self._batcher
+        if batcher is None:
+            return Ages([], [], [], 0)
+        live, queued = list(batcher.live.values()), batcher.queued
+        samples = live or queued
+        return Ages(
+            [one.generated for one in live],
+            [one.generated for one in queued],
+            [one.length for one in samples],
+            samples[0].request.max_new_tokens if samples else 0,
+        )
 
     # ------------------------------------------------------------------ scoring
 

@@ -65,11 +65,14 @@ class LengthHistory:
         share = len(generated) / (len(generated) + 1)
         # No numpy here and below: a live controller asks after every chunk, of a few responses.
         known, longer = self._ascending, self._longer
-        most = -math.inf
+        seen, most = len(longer), -math.inf
         for age in generated:
-            left = longer[age] if age < len(longer) else 0
+            left = longer[age] if age < seen else 0
             end = known[int(share * left) - left] if left else age + share * (cap - age)
-            most = max(most, min(end, cap) - age)
+            if end > cap:
+                end = cap
+            if end - age > most:
+                most = end - age
         return float(most)
 
     def outlasting(self, generated: Sequence[int], more: float, cap: int) -> float:
@@ -81,12 +84,12 @@ class LengthHistory:
         if not len(generated):
             return 0.0
         longer, sure = self._longer, math.ceil(max(more - 0.5, 0.5)) - 1
-        expected = 0.0
+        seen, expected = len(longer), 0.0
         for age in generated:
-            left = longer[age] if age < len(longer) else 0
+            left = longer[age] if age < seen else 0
             if not left:
                 expected += min(max(1 - more / max(cap - age, 1), 0.0), 1.0)
-            elif age + sure < len(longer):
+            elif age + sure < seen:
                 expected += longer[age + sure] / left
         return expected
 

@@ -8,6 +8,7 @@ admitted, never how large anything is.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -90,6 +91,20 @@ class InstanceView(NamedTuple):
         return len(self.live) + len(self.waiting)
 
 
+class Ages(NamedTuple):
+    """What streaming reads of an instance, as of its last chunk read: much less than a view.
+
+    Response tokens of each sample in a slot (`live`) and of each without one (`waiting`), at most
+    `cap`; tokens that those in slots hold, prompt included (`contexts`; of the waiting ones where
+    no slot is taken).
+    """
+
+    live: list[int]
+    waiting: list[int]
+    contexts: list[int]
+    cap: int
+
+
 class Move(NamedTuple):
     """One group of samples to move, at most `prefill_rows`.
 
@@ -138,18 +153,18 @@ def assign(
     Longest predicted first in both: what is long should start early. An instance with a free slot
     and nothing waiting takes the next prompts of the backlog. `pack`: see `Plan`.
     """
-    order = sorted(range(len(predicted)), key=lambda i: (-predicted[i], i))
+    order = sorted(range(len(predicted)), key=lambda i: -predicted[i])
     first, backlog = order[: instances * slots], order[instances * slots :]
     if pack:
         share = -(-len(first) // instances)
         return [first[i * share : (i + 1) * share] for i in range(instances)], backlog
     given: list[list[int]] = [[] for _ in range(instances)]
-    load = [0.0] * instances
+    least = [(0.0, 0, i) for i in range(instances)]  # a heap: load, prompts, instance
     for prompt in first:
-        open_ = [i for i in range(instances) if len(given[i]) < slots]
-        target = min(open_, key=lambda i: (load[i], len(given[i]), i))
+        load, count, target = heapq.heappop(least)
         given[target].append(prompt)
-        load[target] += max(predicted[prompt], 1.0)
+        if count + 1 < slots:
+            heapq.heappush(least, (load + max(predicted[prompt], 1.0), count + 1, target))
     return given, backlog
 
 
@@ -282,30 +297,50 @@ def may_score(plan: Plan, own_unfinished: int, unfinished: int, backlog: int) ->
     return unfinished == 0
 
 
+class Batch(NamedTuple):
+    """A kind of scoring batch: column, length bucket, rows, and the ms it takes, full or not."""
+
+    column: str
+    bucket: int
+    rows: int
+    ms: float
+
+
+def scoring_batches(geometry: Geometry, costs: Costs) -> list[Batch]:
+    """All kinds of scoring batches, the longest first."""
+    kinds = [
+        Batch(column, i, bucket.rows, costs.score_ms[column][i])
+        for column in geometry.columns
+        for i, bucket in enumerate(geometry.buckets)
+    ]
+    return sorted(kinds, key=lambda kind: -kind.ms)
+
+
 def next_batch(
-    ready: Mapping[str, Sequence[int]], geometry: Geometry, costs: Costs, *, part_filled: bool
+    ready: Mapping[str, Sequence[int]], batches: Sequence[Batch], *, part_filled: bool
 ) -> tuple[str, int] | None:
     """The (column, bucket) an instance scores next; the oldest of its samples, at most its rows.
 
     A full batch before a part-filled one; of full ones the longest (long work last would leave
-    others idle at the end), of part-filled ones the one that does most. None: nothing to do.
+    others idle at the end), of part-filled ones the one that does most (of equal ones the longest).
+    None: nothing to do.
 
     Args:
       ready: column -> samples of each bucket whose column is due and not dispatched.
+      batches: as `scoring_batches` gives them.
       part_filled: whether a batch with padding rows is acceptable: yes where the instance would
         idle, no where it would keep generation waiting.
     """
-    best, best_key = None, None
-    for column in geometry.columns:
-        for bucket, count in enumerate(ready[column]):
-            if not count:
-                continue
-            rows, ms = geometry.buckets[bucket].rows, costs.score_ms[column][bucket]
-            if count < rows and not part_filled:
-                continue
-            key = (count >= rows, ms * min(count, rows) / rows)
-            if best_key is None or key > best_key:
-                best, best_key = (column, bucket), key
+    for column, bucket, rows, _ in batches:
+        if ready[column][bucket] >= rows:
+            return column, bucket
+    if not part_filled:
+        return None
+    best, most = None, -1.0
+    for column, bucket, rows, ms in batches:
+        count = ready[column][bucket]
+        if count and ms * count / rows > most:
+            best, most = (column, bucket), ms * count / rows
     return best
 
 
@@ -313,44 +348,45 @@ def next_batch(
 
 
 def expected_end(
-    now: float, view: InstanceView, history: LengthHistory, geometry: Geometry, costs: Costs
+    now: float, ages: Ages, history: LengthHistory, geometry: Geometry, costs: Costs
 ) -> float:
-    """When an instance is expected to have finished its own samples, in ms. Ask after each chunk.
+    """When an instance is expected to have finished its own samples, in ms.
 
-    Its live ones end with the longest; the waiting ones take their share of slots before that.
+    `now` is when its device is free to go on decoding. Its live ones end with the longest; the
+    waiting ones take their share of slots before that.
     """
-    if not view.unfinished:
+    samples, waiting = ages.live + ages.waiting, len(ages.waiting)
+    if not samples:
         return now
-    samples = (*view.live, *view.waiting)
-    last = history.longest_remaining([s.generated for s in samples], samples[0].cap)
-    queued = sum(history.remaining(0, s.cap) for s in view.waiting) / geometry.slots
-    return now + (last + queued) * _step_ms(view, last / 2, costs)
+    steps = last = history.longest_remaining(samples, ages.cap)
+    if waiting:
+        steps += waiting * history.remaining(0, ages.cap) / geometry.slots
+    return now + steps * _step_ms(ages, last / 2, costs)
 
 
 def outlasting(
-    now: float, view: InstanceView, history: LengthHistory, costs: Costs, horizon: float
+    now: float, ages: Ages, history: LengthHistory, costs: Costs, horizon: float
 ) -> float:
     """How many samples of an instance are expected to be unfinished at `horizon` (ms).
 
-    `now` is when its device is free to go on decoding. Ask after each chunk, with the latest of all
-    instances' `expected_end` as horizon.
+    `now` as for `expected_end`, of which the latest of all instances is to be the horizon.
     """
-    samples = (*view.live, *view.waiting)
+    samples = ages.live + ages.waiting
     if not samples:
         return 0.0
-    steps = max(horizon - now, 0.0) / _step_ms(view, 0.0, costs)
-    return history.outlasting([s.generated for s in samples], steps, samples[0].cap)
+    steps = max(horizon - now, 0.0) / _step_ms(ages, 0.0, costs)
+    return history.outlasting(samples, steps, ages.cap)
 
 
-def _step_ms(view: InstanceView, ahead: float, costs: Costs) -> float:
+def _step_ms(ages: Ages, ahead: float, costs: Costs) -> float:
     """ms of a decode step of an instance, when it has `ahead` more tokens in its slots."""
-    contexts = [s.context for s in view.live] or [s.prompt for s in view.waiting]
+    contexts = ages.contexts
     longest = costs.decode.statistic == "longest"
     context = max(contexts) if longest else sum(contexts) / len(contexts)
-    return costs.decode(max(len(view.live), 1), context + ahead)
+    return costs.decode(max(len(ages.live), 1), context + ahead)
 
 
-def may_stream(plan: Plan, late: Sequence[float], instance: int) -> bool:
+def may_stream(late: Sequence[float], instance: int) -> bool:
     """Whether a generating instance may score a batch before its next chunk.
 
     A batch of t ms makes the whole iteration t ms longer if this instance is the last to finish,
@@ -360,4 +396,4 @@ def may_stream(plan: Plan, late: Sequence[float], instance: int) -> bool:
     Args:
       late: `outlasting` of every instance, 0 of those with nothing to generate.
     """
-    return plan.stream and sum(late) > 0 and 2 * len(late) * late[instance] <= sum(late)
+    return sum(late) > 0 and 2 * len(late) * late[instance] <= sum(late)

@@ -22,6 +22,7 @@ from fuse_jax.fusion.inter_stage import migration, policy
 from fuse_jax.fusion.inter_stage.instances import Instance, geometry_of
 from fuse_jax.fusion.inter_stage.job import SHARES, Counts, Job, Outcome
 from fuse_jax.fusion.inter_stage.lane import Lane, Unit
+from fuse_jax.fusion.inter_stage.lateness import Lateness
 from fuse_jax.fusion.inter_stage.readiness import Readiness
 from fuse_jax.fusion.inter_stage.stopwatch import Stopwatch
 from fuse_jax.fusion.inter_stage.timeline import Timeline
@@ -92,11 +93,12 @@ class Controller:
         self.backlog: deque[Request] = deque()
         self.unfinished = len(requests)
         self.kept: tuple[int, ...] | None = None  # None: not migrated yet
-        self.ends = [0.0] * len(instances)  # for streaming: expected ms of each instance's end
-        self.late = [0.0] * len(instances)  # and its samples expected to outlast all instances
+        self.batches = policy.scoring_batches(self.geometry, job.costs)
+        self.lateness = Lateness(self.geometry, job.history, job.costs)
         # To be asked what is due there: an instance of which something has ended; all at the start
         # and after a failure. Nothing changes for the others, but that more may be due to score.
         self._changed: dict[int, Lane] = {}
+        self._idle: set[int] = set()  # instances that have nothing to generate
         self._more_due = False
         self._cause: Exception | None = None
 
@@ -211,8 +213,6 @@ class Controller:
         for lane, share in zip(self.lanes, shares, strict=True):
             if share:
                 self._submit(lane, [requests[i] for i in share])
-        for lane in self.lanes:
-            self._expect(lane)
 
     def _read_chunk(self, lane: Lane) -> None:
         finished = self._attempt(lane, lane.collect)
@@ -220,7 +220,7 @@ class Controller:
             return
         for sample in finished:
             self._finish(sample, lane)
-        self._expect(lane)
+        self.lateness.read(lane.index, self.timeline.now(), bool(finished))
         self._changed[lane.index] = lane
 
     def _finish(self, sample: Sample, lane: Lane) -> None:
@@ -251,6 +251,7 @@ class Controller:
                 break
         if not self.backlog:  # else it may be asked again, and would have to make its cache anew
             lane.retire()
+        (self._idle.discard if lane.unfinished else self._idle.add)(lane.index)
 
     # ------------------------------------------------------------------ migration
 
@@ -312,15 +313,12 @@ class Controller:
         """Batches to those of `lanes` that may score, the least supplied first."""
         if not self.table.any_due:
             return
-        state = (self.unfinished, len(self.backlog))
-        if not policy.may_score(self.plan, 0, *state):  # not even one with nothing else to do
-            return
+        if not policy.may_score(self.plan, 0, self.unfinished, len(self.backlog)):
+            return  # not even one with nothing to generate, and the others never
         free = [
             lane
             for lane in lanes
-            if lane.batches < policy.BATCHES_IN_FLIGHT
-            and lane.alive
-            and policy.may_score(self.plan, lane.unfinished, *state)
+            if lane.index in self._idle and lane.batches < policy.BATCHES_IN_FLIGHT and lane.alive
         ]
         for depth in range(policy.BATCHES_IN_FLIGHT):
             for lane in free:
@@ -334,18 +332,19 @@ class Controller:
     def _next_batch(self, *, part_filled: bool) -> tuple[str, int] | None:
         if not self.table.any_due:
             return None
-        return policy.next_batch(
-            self.table.due, self.geometry, self.job.costs, part_filled=part_filled
-        )
+        return policy.next_batch(self.table.due, self.batches, part_filled=part_filled)
 
     def _stream(self, lane: Lane) -> None:
         """A full batch before the next chunk, if others will be later than this instance anyway."""
-        if not self.plan.stream or lane.batches or not lane.has_weights:
+        if not self.plan.stream or not self.table.any_due:
+            return
+        if lane.batches or not lane.has_weights:
+            return
+        late = self.lateness.of_all(lambda index: self.lanes[index].ages())
+        if not policy.may_stream(late, lane.index):
             return
         picked = self._next_batch(part_filled=False)
-        if picked is None:
-            return
-        if policy.may_stream(self.plan, self.late, lane.index):
+        if picked is not None:
             self._score(lane, *picked)
 
     def _score(self, lane: Lane, column: str, bucket: int) -> None:
@@ -364,15 +363,6 @@ class Controller:
         if self._done(lane, lane.read_oldest, scored):
             self.table.complete(unit.column, unit.samples)
             lane.scored()
-
-    def _expect(self, lane: Lane) -> None:
-        """What streaming wants to know of an instance: when it may end, how likely as the last."""
-        if not self.plan.stream:
-            return
-        view, now, index = lane.view(), self.timeline.now(), lane.index
-        history, costs = self.job.history, self.job.costs
-        self.ends[index] = policy.expected_end(now, view, history, self.geometry, costs)
-        self.late[index] = policy.outlasting(now, view, history, costs, max(self.ends))
 
     # ------------------------------------------------------------------ rewards
 
@@ -414,7 +404,7 @@ class Controller:
             raise RuntimeError(
                 f"all {len(self.lanes)} instances failed, with {self.unfinished} samples unfinished"
             ) from self._cause
-        self.ends[lane.index] = self.late[lane.index] = 0.0
+        self.lateness.note(lane.index, self.timeline.now())
         self._restart(unfinished)
 
     def _restart(self, lost: Sequence[Progress]) -> None:
@@ -433,5 +423,6 @@ class Controller:
 
     def _submit(self, lane: Lane, requests: list[Request]) -> None:
         """Queue requests on `lane`; if it fails, on another."""
+        self._idle.discard(lane.index)
         if not lane.alive or not self._done(lane, lane.submit, requests):
             self._restart([Progress(request) for request in requests])

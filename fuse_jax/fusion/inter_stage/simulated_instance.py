@@ -9,7 +9,7 @@ import heapq
 from collections import deque
 
 from fuse_jax.fusion.inter_stage.costs import DecodeTable
-from fuse_jax.fusion.inter_stage.policy import InstanceView, Unfinished
+from fuse_jax.fusion.inter_stage.policy import Ages, InstanceView, Unfinished
 from fuse_jax.fusion.inter_stage.workload import Workload
 
 
@@ -52,6 +52,16 @@ class SimulatedInstance:
         return InstanceView(
             live, tuple(Unfinished(s, prompts[s], self.had[s], cap) for s in waiting)
         )
+
+    def ages(self) -> Ages:
+        """What streaming may know."""
+        prompts, read = self.workload.prompts, self.steps_read
+        live = [had + max(read - step, 0) for step, had in self.joined.values()]
+        queued = (*self.prefilled, *self.waiting)
+        waiting = [self.had[sample] for sample in queued]
+        ages, samples = (live, self.joined) if live else (waiting, queued)
+        contexts = [prompts[sample] + age for sample, age in zip(samples, ages, strict=True)]
+        return Ages(live, waiting, contexts, self.workload.cap)
 
     def occupy(self, earliest: float, ms: float) -> tuple[float, float]:
         """Queue `ms` of device time; returns its start and end."""

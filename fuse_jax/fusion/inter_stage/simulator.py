@@ -16,6 +16,7 @@ import numpy as np
 from fuse_jax.buckets import bucket_of
 from fuse_jax.fusion.inter_stage import policy
 from fuse_jax.fusion.inter_stage.costs import Costs, Geometry
+from fuse_jax.fusion.inter_stage.lateness import Lateness
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.policy import InstanceView, Plan
 from fuse_jax.fusion.inter_stage.simulated_instance import SimulatedInstance
@@ -77,8 +78,8 @@ class _World:
             SimulatedInstance(workload, costs.decode, self.had) for _ in range(geometry.instances)
         ]
         self.scorers: set[int] = set()
-        self.ends = [0.0] * geometry.instances  # expected, and of how many samples it would be late
-        self.late = [0.0] * geometry.instances
+        self.batches = policy.scoring_batches(geometry, costs)
+        self.lateness = Lateness(geometry, history, costs)
         self.score_spans: list[tuple[float, float]] = []
 
     # ------------------------------------------------------------------ the clock
@@ -117,9 +118,8 @@ class _World:
         self.backlog = deque(backlog)
         for index, prompts in enumerate(given):
             self.instances[index].waiting.extend(prompts)
-        for turn in (self._expect, self._step):
-            for index in range(self.geometry.instances):
-                turn(0.0, index)
+        for index in range(self.geometry.instances):
+            self._step(0.0, index)
         self._offer(0.0)
 
     def _step(self, now: float, index: int) -> None:
@@ -212,7 +212,7 @@ class _World:
                 self.due[column][self.bucket[sample]].append(sample)
                 self.any_due += 1
         self.unfinished -= len(finished)
-        self._expect(now, index)
+        self.lateness.read(index, max(now, instance.free_at), bool(finished))
         self._step(now, index)
         if finished and not self.unfinished:
             for other in range(len(self.instances)):
@@ -282,14 +282,6 @@ class _World:
 
     # ------------------------------------------------------------------ scoring
 
-    def _expect(self, now: float, index: int) -> None:
-        """What streaming wants to know of an instance: when it may end, how likely as the last."""
-        if not self.plan.stream:
-            return
-        view, free = self.instances[index].view(), max(now, self.instances[index].free_at)
-        self.ends[index] = policy.expected_end(free, view, self.history, self.geometry, self.costs)
-        self.late[index] = policy.outlasting(free, view, self.history, self.costs, max(self.ends))
-
     def _stream(self, now: float, index: int) -> None:
         """A full batch before the next chunk, if others will be later than this instance anyway."""
         if not self.plan.stream or not self.any_due:
@@ -297,10 +289,11 @@ class _World:
         instance = self.instances[index]
         if instance.batches or instance.weights_at is None or instance.weights_at > now:
             return
-        picked = policy.next_batch(self.ready, self.geometry, self.costs, part_filled=False)
-        if picked is None:
+        late = self.lateness.of_all(lambda index: self.instances[index].ages())
+        if not policy.may_stream(late, index):
             return
-        if policy.may_stream(self.plan, self.late, index):
+        picked = policy.next_batch(self.ready, self.batches, part_filled=False)
+        if picked is not None:
             self._score(now, index, picked)
 
     def _offer(self, now: float) -> None:
@@ -311,9 +304,7 @@ class _World:
                     return
                 if self.instances[index].batches != depth:
                     continue
-                picked = policy.next_batch(
-                    self.ready, self.geometry, self.costs, part_filled=depth == 0
-                )
+                picked = policy.next_batch(self.ready, self.batches, part_filled=depth == 0)
                 if picked is None:
                     break
                 self._score(now, index, picked)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 
 class Stopwatch:
     """Shares out the time of one thread among `names`; it runs for one of them at a time.
 
-    `with watch.on(name)` it runs for `name`, and before and after for what it ran for. `seconds` is
-    the wall time of each. It is started and stopped thousands of times a second: one clock only.
+    `with watch.on(name)` it runs for `name`, and before and after for what it ran for. It is
+    started and stopped thousands of times a second: one clock only.
     """
 
     def __init__(self, *names: str) -> None:
-        self.seconds = dict.fromkeys(names, 0.0)
-        self.running: str | None = None
+        self._spans = {name: _On(self) for name in names}
+        self.running = _On(self)  # for nothing
         self.since = 0.0
-        self._spans = {name: _On(self, name) for name in names}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall time that it has run for each name, up to when it last was set to another."""
+        return {name: span.seconds for name, span in self._spans.items()}
 
     def on(self, name: str) -> _On:
         """Runs for `name` within `with`."""
@@ -40,21 +44,21 @@ class Stopwatch:
 class _On:
     """See `Stopwatch.on`. One for each name, used again and again."""
 
-    def __init__(self, watch: Stopwatch, name: str) -> None:
-        self._watch, self._name = watch, name
-        self._before: list[str | None] = []
+    def __init__(self, watch: Stopwatch) -> None:
+        self.seconds = 0.0
+        self._watch = watch
+        self._before: list[_On] = []
 
     def __enter__(self) -> None:
-        watch, now = self._watch, time.perf_counter()
+        watch, now = self._watch, perf_counter()
         before = watch.running
-        if before is not None:
-            watch.seconds[before] += now - watch.since
+        before.seconds += now - watch.since
         self._before.append(before)
-        watch.running, watch.since = self._name, now
+        watch.running, watch.since = self, now
 
     def __exit__(self, *error: object) -> None:
-        watch, now = self._watch, time.perf_counter()
-        watch.seconds[self._name] += now - watch.since
+        watch, now = self._watch, perf_counter()
+        self.seconds += now - watch.since
         watch.running, watch.since = self._before.pop(), now
 
 

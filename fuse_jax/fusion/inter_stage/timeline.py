@@ -61,12 +61,11 @@ class Timeline:
         self.finishes: list[Finish] = []
         self._started = time.perf_counter()
         self._order = 0
-        self._free_at = [0.0] * instances
         self._open = [0] * instances  # pieces of work that have not ended
         self._dropped = [False] * instances
         self._watchers = Watchers()
         self._seen: list[Ended] = []  # by `pause`, until `settle` notes it
-        self._ended: list[tuple[_Work, float, float]] = []  # with start and end
+        self._ended: list[tuple[_Work, float]] = []  # and when
 
     def now(self) -> float:
         """ms since the start."""
@@ -132,7 +131,14 @@ class Timeline:
     @property
     def records(self) -> list[Record]:
         """What has ended. Made when asked for: the controller has better things to do."""
-        return [work.record(start, end) for work, start, end in self._ended]
+        free_at, records = [0.0] * self.instances, []
+        for work, end in self._ended:
+            instance, start = work.instance, work.dispatched
+            if work.kind != "weights":
+                start = max(start, free_at[instance])
+                free_at[instance] = max(end, start)
+            records.append(work.record(start, max(end, start)))
+        return records
 
     @property
     def spans(self) -> list[Span]:
@@ -168,10 +174,6 @@ class Timeline:
         return self._order
 
     def _end(self, work: _Work, at: float) -> tuple[int, str]:
-        instance, start, end = work.instance, work.dispatched, (at - self._started) * 1e3
-        self._open[instance] -= 1
-        if work.kind != "weights":
-            start = max(start, self._free_at[instance])
-            self._free_at[instance] = max(end, start)
-        self._ended.append((work, start, max(end, start)))
-        return instance, work.kind
+        self._open[work.instance] -= 1
+        self._ended.append((work, (at - self._started) * 1e3))
+        return work.instance, work.kind

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fuse_jax.buckets import Bucket
 from fuse_jax.fusion.inter_stage import policy
 from fuse_jax.fusion.inter_stage.costs import Costs, DecodeTable, Geometry
+from fuse_jax.fusion.inter_stage.lateness import CHUNKS, Lateness
 from fuse_jax.fusion.inter_stage.lengths import LengthHistory
 from fuse_jax.fusion.inter_stage.policy import InstanceView, Move, Plan, Unfinished
 
@@ -194,36 +195,63 @@ def test_who_may_score():
         ({"a": [3, 1], "b": [3, 1]}, False, None),
         ({"a": [4, 2], "b": [4, 2]}, True, ("b", 0)),  # the dearest full one
         ({"a": [4, 1], "b": [3, 1]}, True, ("a", 0)),  # full before part-filled
-        (
-            {"a": [3, 1], "b": [1, 1]},
-            True,
-            ("a", 0),
-        ),  # 1.5, 1.5, 1 and 0.5 ms of work
+        # 1.5, 1.5, 1 and 0.5 ms of work; a batch of the second takes longer than of the first.
+        ({"a": [3, 1], "b": [1, 1]}, True, ("a", 1)),
         ({"a": [0, 1], "b": [3, 1]}, True, ("b", 0)),
     ],
 )
 def test_the_next_batch(ready, part_filled, picked):
-    assert policy.next_batch(ready, GEOMETRY, COSTS, part_filled=part_filled) == picked
+    batches = policy.scoring_batches(GEOMETRY, COSTS)
+    assert policy.next_batch(ready, batches, part_filled=part_filled) == picked
 
 
 def test_streaming_is_for_those_unlikely_to_be_last():
-    plan = Plan("stream", stream=True)
     # Chances 1/8, 3/8 and 1/2 of being last; 1/6 is the limit for three.
-    assert [policy.may_stream(plan, [1, 3, 4], i) for i in range(3)] == [True, False, False]
-    assert not policy.may_stream(Plan("fixed"), [1, 3, 4], 0)
-    assert not policy.may_stream(plan, [0, 0, 0], 0)  # nothing known
+    assert [policy.may_stream([1, 3, 4], i) for i in range(3)] == [True, False, False]
+    assert not policy.may_stream([0, 0, 0], 0)  # nothing known
 
 
 def test_expected_end_and_who_outlasts_it():
     history = LengthHistory((2, 4, 6, 8))
     # One sample that has 4: half of those beyond (6, 8) is the 8. 4 steps of 1 ms.
-    view = InstanceView(samples(0, [4]))
-    assert policy.expected_end(10.0, view, history, GEOMETRY, COSTS) == 14.0
-    assert policy.expected_end(10.0, InstanceView(()), history, GEOMETRY, COSTS) == 10.0
-    assert policy.outlasting(10.0, view, history, COSTS, horizon=13.0) == 0.5
-    assert policy.outlasting(10.0, view, history, COSTS, horizon=14.0) == 0.5
-    assert policy.outlasting(10.0, view, history, COSTS, horizon=15.0) == 0.0
-    assert policy.outlasting(10.0, InstanceView(()), history, COSTS, horizon=12.0) == 0.0
+    ages, none = policy.Ages([4], [], [12], 16), policy.Ages([], [], [], 0)
+    assert policy.expected_end(10.0, ages, history, GEOMETRY, COSTS) == 14.0
+    assert policy.expected_end(10.0, none, history, GEOMETRY, COSTS) == 10.0
+    assert policy.outlasting(10.0, ages, history, COSTS, horizon=13.0) == 0.5
+    assert policy.outlasting(10.0, ages, history, COSTS, horizon=14.0) == 0.5
+    assert policy.outlasting(10.0, ages, history, COSTS, horizon=15.0) == 0.0
+    assert policy.outlasting(10.0, none, history, COSTS, horizon=12.0) == 0.0
     # Waiting prompts take slots first: expected 5 tokens each, over 4 slots.
-    later = InstanceView(samples(0, [4]), samples(1, [0]))
+    later = policy.Ages([4], [0], [12], 16)
     assert policy.expected_end(10.0, later, history, GEOMETRY, COSTS) == 10.0 + 6 + 1.25
+
+
+def test_an_instance_is_looked_at_when_its_prospects_may_have_changed():
+    """At the start, when a sample has finished, and every few chunks; and only if one asks."""
+    history, looked = LengthHistory((2, 4, 6, 8)), []
+    lateness = Lateness(GEOMETRY, history, COSTS)
+
+    def ages(index: int) -> policy.Ages:
+        looked.append(index)
+        return policy.Ages([index], [], [index + 2], 10)
+
+    def look() -> list[int]:
+        looked.clear()
+        lateness.of_all(ages)
+        return sorted(looked)
+
+    everyone = list(range(GEOMETRY.instances))
+    assert look() == everyone and look() == []
+    ends = [policy.expected_end(0.0, ages(i), history, GEOMETRY, COSTS) for i in everyone]
+    late = [policy.outlasting(0.0, ages(i), history, COSTS, max(ends)) for i in everyone]
+    assert lateness.of_all(ages) == late and len(set(late)) > 1
+    for _ in range(CHUNKS - 1):
+        lateness.read(0, 5.0, finished=False)
+    assert look() == []
+    lateness.read(0, 5.0, finished=False)
+    assert look() == [0]
+    lateness.read(1, 5.0, finished=True)
+    lateness.read(0, 5.0, finished=False)
+    assert look() == [1]
+    lateness.note(0, 6.0)
+    assert look() == [0]

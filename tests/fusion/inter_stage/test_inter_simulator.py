@@ -192,11 +192,12 @@ def test_streaming_scores_between_chunks():
     )
     assert bars(apart, 0, "score")[0] == (5.0, 6.5)
     # Behind the chunk that was launched ahead, one batch in flight at a time.
-    assert bars(seen, 0, "score")[:2] == [(3.0, 4.5), (6.5, 8.0)]
-    assert bars(seen, 0, "decode")[2:5] == [(2.0, 3.0), (4.5, 5.5), (5.5, 6.5)]
-    # Now instance 0 may be the last, at 13.5, for aught that is known: instance 1 has 1.5 ms too.
-    assert bars(seen, 1, "score")[0] == (4.0, 5.5)
-    assert (apart.generation_ms, seen.generation_ms) == (11.0, 12.5)
+    assert bars(seen, 0, "score")[:2] == [(2.0, 3.5), (5.5, 7.0)]
+    assert bars(seen, 0, "decode")[2:5] == [(3.5, 4.5), (4.5, 5.5), (7.0, 8.0)]
+    # Any of the five of instance 1 may be the last: it scores when they are done, no later for it.
+    assert bars(seen, 1, "score")[0] == (11.0, 12.5)
+    assert (apart.generation_ms, seen.generation_ms) == (11.0, 11.0)
+    assert seen.total_ms <= apart.total_ms
 
 
 @pytest.mark.parametrize(
