@@ -649,8 +649,8 @@ INTER_STAGE = [
     Mutant(
         "what a given-up instance still does is told",
         "fuse_jax/fusion/inter_stage/timeline.py",
-        " if not self._dropped[one.work.instance]]",
-        "]",
+        "            if not self._dropped[work.instance]:",
+        "            if True:",
         (
             "tests/fusion/inter_stage/test_overhead.py::test_what_an_instance_given_up_ends_later_is_not_told",
         ),
@@ -701,6 +701,15 @@ INTER_STAGE = [
         "bool(finished))",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_every_plan_gives_the_serial_bits[handoff]",
+        ),
+    ),
+    Mutant(
+        "an instance that generates is taken for idle",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "            self._idle.discard(lane.index)\n            return\n        self._idle.add",
+        "            pass\n        self._idle.add",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_an_instance_scores_once_it_has_nothing_to_generate",
         ),
     ),
     Mutant(

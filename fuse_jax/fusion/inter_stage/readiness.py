@@ -16,7 +16,6 @@ class Readiness:
     """
 
     def __init__(self, samples: int, columns: Sequence[str], buckets: int) -> None:
-        self.columns = tuple(columns)
         self._states = {column: [GENERATING] * samples for column in columns}
         self._left = samples * len(columns)  # columns of samples that are not there
         self._waiting = 0  # columns due
@@ -25,6 +24,7 @@ class Readiness:
         }
         # How many are in each, kept beside them because it is asked before every batch.
         self._counts = {column: [0] * buckets for column in columns}
+        self._tables = [(c, self._states[c], self._due[c], self._counts[c]) for c in columns]
 
     @property
     def done(self) -> bool:
@@ -38,11 +38,13 @@ class Readiness:
 
     def finish(self, sample: int, bucket: int) -> None:
         """A sample is generated: all its columns are due."""
-        for column in self.columns:
-            self._move((sample,), column, GENERATING, DUE)
-            self._due[column][bucket].append(sample)
-            self._counts[column][bucket] += 1
-        self._waiting += len(self.columns)
+        for column, states, due, counts in self._tables:
+            if states[sample] != GENERATING:
+                raise _wrong(column, sample, states, GENERATING, DUE)
+            states[sample] = DUE
+            due[bucket].append(sample)
+            counts[bucket] += 1
+        self._waiting += len(self._tables)
 
     @property
     def due(self) -> Mapping[str, Sequence[int]]:
@@ -74,9 +76,13 @@ class Readiness:
         states = self._states[column]
         for sample in samples:
             if states[sample] != before:
-                names = ("generating", "due", "dispatched", "done")
-                raise RuntimeError(
-                    f"{column} of sample {sample} should be {names[before]} before it is "
-                    f"{names[after]}, but it is {names[states[sample]]}"
-                )
+                raise _wrong(column, sample, states, before, after)
             states[sample] = after
+
+
+def _wrong(column: str, sample: int, states: list[int], before: int, after: int) -> RuntimeError:
+    names = ("generating", "due", "dispatched", "done")
+    return RuntimeError(
+        f"{column} of sample {sample} should be {names[before]} before it is {names[after]}, but "
+        f"it is {names[states[sample]]}"
+    )

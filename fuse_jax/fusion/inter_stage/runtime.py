@@ -220,7 +220,8 @@ class Controller:
             return
         for sample in finished:
             self._finish(sample, lane)
-        self.lateness.read(lane.index, self.timeline.now(), bool(finished))
+        if self.plan.stream:
+            self.lateness.read(lane.index, self.timeline.now(), bool(finished))
         self._changed[lane.index] = lane
 
     def _finish(self, sample: Sample, lane: Lane) -> None:
@@ -249,9 +250,12 @@ class Controller:
             self._stream(lane)
             if not lane.alive or not self._attempt(lane, lane.launch):
                 break
+        if lane.unfinished:
+            self._idle.discard(lane.index)
+            return
+        self._idle.add(lane.index)
         if not self.backlog:  # else it may be asked again, and would have to make its cache anew
             lane.retire()
-        (self._idle.discard if lane.unfinished else self._idle.add)(lane.index)
 
     # ------------------------------------------------------------------ migration
 
@@ -311,7 +315,7 @@ class Controller:
 
     def _offer(self, lanes: Sequence[Lane]) -> None:
         """Batches to those of `lanes` that may score, the least supplied first."""
-        if not self.table.any_due:
+        if not self._idle or not self.table.any_due:
             return
         if not policy.may_score(self.plan, 0, self.unfinished, len(self.backlog)):
             return  # not even one with nothing to generate, and the others never

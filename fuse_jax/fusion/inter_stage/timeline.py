@@ -99,7 +99,13 @@ class Timeline:
     def settle(self) -> list[tuple[int, str]]:
         """Note the end of everything that has ended; the instance and kind of each. Never waits."""
         seen, self._seen = self._seen + self._watchers.ended(), []
-        return [self._end(*one) for one in seen if not self._dropped[one.work.instance]]
+        news = []
+        for work, at in seen:
+            if not self._dropped[work.instance]:
+                self._open[work.instance] -= 1
+                self._ended.append((work, (at - self._started) * 1e3))
+                news.append((work.instance, work.kind))
+        return news
 
     @property
     def open(self) -> bool:
@@ -172,8 +178,3 @@ class Timeline:
     def _next(self) -> int:
         self._order += 1
         return self._order
-
-    def _end(self, work: _Work, at: float) -> tuple[int, str]:
-        self._open[work.instance] -= 1
-        self._ended.append((work, (at - self._started) * 1e3))
-        return work.instance, work.kind

@@ -167,10 +167,11 @@ class Slow:
     made: ClassVar[list[threading.Event]] = []
 
     def __init__(self) -> None:
-        self.ready = threading.Event()
+        self.ready, self.awaited = threading.Event(), threading.Event()
         self.made.append(self.ready)
 
     def block_until_ready(self) -> None:
+        self.awaited.set()
         self.ready.wait()
 
 
@@ -241,8 +242,10 @@ def test_what_failed_has_ended_too(timeline):
 
 def test_what_an_instance_given_up_ends_later_is_not_told(timeline):
     lost, kept = dispatch(timeline, 0, 1)
+    assert lost.awaited.wait(20.0)  # too late to be forgotten: it will be told of
     timeline.drop(0)
     lost.ready.set()
+    timeline.pause(20.0)
     kept.ready.set()
     assert ended(timeline, 1) == [(1, "decode")]
     assert not timeline.open and [span.instance for span in timeline.spans] == [1]

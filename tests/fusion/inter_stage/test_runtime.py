@@ -272,6 +272,20 @@ def test_serial_scores_nothing_before_the_last_sample(world):
     assert scores and min(record.order for record in scores) > last
 
 
+@pytest.mark.parametrize("plan", [HANDOFF, MOVED], ids=lambda plan: plan.policy)
+def test_an_instance_scores_once_it_has_nothing_to_generate(world, plan):
+    outcome = runtime.run(world.instances, world.job(world.requests(24), plan))
+    last, first = {}, {}
+    for finish in outcome.timeline.finishes:
+        last[finish.instance] = finish.order
+    for record in outcome.timeline.records:
+        if record.span.kind == "score":
+            index = record.span.instance
+            first[index] = min(first.get(index, record.order), record.order)
+    assert last and all(first[index] > last[index] for index in last if index in first)
+    assert min(first.values()) < max(last.values())  # while others generate
+
+
 # ------------------------------------------------------------------ rewards
 
 
