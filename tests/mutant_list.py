@@ -586,7 +586,7 @@ INTER_STAGE = [
     Mutant(
         "a barrier stands before scoring",
         "fuse_jax/fusion/inter_stage/policy.py",
-        "return own_unfinished == 0 and backlog == 0",
+        "return backlog == 0 if plan.handoff else unfinished == 0",
         "return unfinished == 0",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_a_finished_sample_is_scored_within_a_chunk",
@@ -595,8 +595,8 @@ INTER_STAGE = [
     Mutant(
         "the serial plan scores before generation has ended",
         "fuse_jax/fusion/inter_stage/policy.py",
-        "return unfinished == 0",
-        "return own_unfinished == 0",
+        "backlog == 0 if plan.handoff else unfinished == 0",
+        "backlog == 0",
         (
             "tests/fusion/inter_stage/test_runtime.py::test_serial_scores_nothing_before_the_last_sample",
         ),
@@ -702,6 +702,32 @@ INTER_STAGE = [
         (
             "tests/fusion/inter_stage/test_runtime.py::test_every_plan_gives_the_serial_bits[handoff]",
         ),
+    ),
+    Mutant(
+        "what a failed step had done is done again elsewhere",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "if request.sample_id not in held]",
+        "if held or True]",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_a_step_that_fails_part_way_loses_no_sample_and_has_none_twice",
+        ),
+    ),
+    Mutant(
+        "slots are emptied before all samples of a chunk are made",
+        "fuse_jax/rollout/batcher.py",
+        "                finished[slot] = owner.sample(self.engine.stop_tokens)",
+        "                self._slots[slot] = None\n"
+        "                finished[slot] = owner.sample(self.engine.stop_tokens)",
+        (
+            "tests/fusion/inter_stage/test_runtime.py::test_a_step_that_fails_part_way_loses_no_sample_and_has_none_twice",
+        ),
+    ),
+    Mutant(
+        "streaming does not wait for the weights",
+        "fuse_jax/fusion/inter_stage/runtime.py",
+        "if lane.batches or not lane.weights_here:",
+        "if lane.batches or not lane.has_weights:",
+        ("tests/fusion/inter_stage/test_runtime.py::test_streaming_waits_for_the_weights",),
     ),
     Mutant(
         "an instance that generates is taken for idle",

@@ -179,7 +179,7 @@ class Batcher:
         self._slots: list[Progress | None] = [None] * engine.rollout.slots
         self._entered: list[tuple[Progress, Draw, int]] = []
         self._launched: deque[_Launch] = deque()
-        self._started: float | None = None
+        self._counted_at: float | None = None  # up to when `stats.seconds` goes
 
     # ------------------------------------------------------------------ what is where
 
@@ -221,8 +221,8 @@ class Batcher:
 
     def launch(self) -> bool:
         """Fill free slots and dispatch a chunk; False if no slot is occupied."""
-        if self._started is None:
-            self._started = time.perf_counter()
+        if self._counted_at is None:
+            self._counted_at = time.perf_counter()
         if self.waiting:
             self._fill()
         live = len(self._slots) - self._slots.count(None)
@@ -247,16 +247,17 @@ class Batcher:
         chunk: Chunk = self._read(launch.chunk)
         counts, done = chunk.counts.tolist(), chunk.done.tolist()
         self._count(int(chunk.steps), sum(counts))
-        finished = []
+        finished: dict[int, Sample] = {}
         for slot, owner in enumerate(launch.owners):
             if owner is None or self._slots[slot] is not owner:
                 continue
             owner.record(chunk, slot, counts[slot])
             if done[slot]:
-                self._slots[slot] = None
-                finished.append(owner.sample(self.engine.stop_tokens))
-                self._count_sample(finished[-1])
-        return finished
+                finished[slot] = owner.sample(self.engine.stop_tokens)
+        for slot, sample in finished.items():  # after all that may raise, so that nothing is lost
+            self._slots[slot] = None
+            self._count_sample(sample)
+        return list(finished.values())
 
     def run(self) -> Iterator[Sample]:
         """Samples of everything queued, each as soon as it is finished."""
@@ -382,7 +383,9 @@ class Batcher:
         stats.decode_steps += steps
         stats.slot_steps += steps * len(self._slots)
         stats.occupied_slot_steps += drawn
-        stats.seconds = time.perf_counter() - (self._started or 0.0)
+        now = time.perf_counter()
+        stats.seconds += now - (self._counted_at or now)
+        self._counted_at = now
 
     def _count_sample(self, sample: Sample) -> None:
         stats = self.stats

@@ -128,7 +128,7 @@ class FusedRollout:
         ]
         costs = self._measure(models)
         asked = [request.prompt_tokens.tobytes() for request in requests]
-        predicted = self.prompts.predict(asked)
+        predicted = self.prompts.trusted(asked)
         lengths = [len(request.prompt_tokens) for request in requests]
         self._planning = 0.0
         plan, new = self._plan(costs, lengths, predicted)
@@ -154,7 +154,7 @@ class FusedRollout:
     ) -> tuple[Plan, bool]:
         """The plan, made anew where lengths have drifted, or are predicted now; whether it was."""
         settings, known = self.settings, self._forecast
-        by_prompt = bool(len(predicted) and self.prompts.ratios)  # what `choose` trusts
+        by_prompt = bool(len(predicted))
         if (
             known is not None
             and known.by_prompt == by_prompt

@@ -190,23 +190,22 @@ def choose(
     costs.check(geometry)
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: choose one of {', '.join(POLICIES)}")
+    lowered = ""
     if policy == "fixed":
         _check_fixed(threshold, keep, geometry)
         room = keep * admission(costs, geometry)
         if threshold > room:
-            plan = choose(
-                policy, geometry, costs, prompts, history, cap,
-                draws=draws, seed=seed, threshold=room, keep=keep, way=way,
-            )  # fmt: skip
             asked = f"threshold={threshold} is more than keep={keep} instances take before decoding"
-            return replace(plan, why=f"{asked} saturates: R_t = {room} instead; {plan.why}")
+            lowered, threshold = f"{asked} saturates: R_t = {room} instead; ", room
     if not history.lengths:
-        return _unpredicted(policy, geometry, costs, len(prompts), threshold, keep, way)
+        plan = _unpredicted(policy, geometry, costs, len(prompts), threshold, keep, way)
+        return replace(plan, why=lowered + plan.why)
     draws = min(draws, max(1, BUDGET // (10 * len(prompts))))
     trusted = {"predicted": predicted, "ratios": ratios} if len(ratios) else {}
     workloads = draw_workloads(prompts, history, cap, draws=draws, seed=seed, **trusted)
     predict = Predictor(geometry, costs, workloads, history)
-    return choose_with(predict, policy, threshold=threshold, keep=keep, way=way)
+    plan = choose_with(predict, policy, threshold=threshold, keep=keep, way=way)
+    return replace(plan, why=lowered + plan.why)
 
 
 def choose_with(
@@ -269,7 +268,7 @@ def _unpredicted(
             return Plan(policy, why=why + f": {asked} samples saturate fewer instances, none moves")
         why += f": R_t = {asked}, m by saturation"
         return replace(found[0], why=why)
-    elif policy in ("simulated", "auto"):
+    if policy in ("simulated", "auto"):
         return Plan(policy, why=why + ": hand-off without migration")
     return Plan(policy, threshold=threshold, keep=keep, way=way, why=why)
 

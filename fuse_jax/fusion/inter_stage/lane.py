@@ -71,6 +71,7 @@ class Lane:
         self.stats = RolloutStats()
         self._models, self._seed_key = models, seed_key
         self._weights: dict[Role, Model] | None = None
+        self.weights_here = False  # and no longer on their way
         self._batcher: Batcher | None = None
         self._units: deque[Unit] = deque()
 
@@ -97,11 +98,6 @@ class Lane:
         resumed = kind == "resume"
         name = "prefill" if resumed else ""
         self.timeline.dispatched(self.index, "move" if resumed else kind, array, rows, name)
-
-    @property
-    def generates(self) -> bool:
-        """Whether it has, or had until lately, anything to generate."""
-        return self._batcher is not None
 
     @property
     def waiting(self) -> int:

@@ -21,17 +21,17 @@ class Lateness:
         self._ends = [0.0] * geometry.instances
         self._late = [0.0] * geometry.instances
         self._chunks = [0] * geometry.instances  # read since it was noted
-        # Instances to be looked at, and when their devices were free to go on decoding.
+        # Instances to be looked at, and when they were last read or changed.
         self._noted = dict.fromkeys(range(geometry.instances), 0.0)
 
     def read(self, index: int, now: float, finished: bool) -> None:
-        """A chunk of an instance was read, and maybe finished samples; `now` is in ms."""
+        """A chunk of an instance was read at `now` (ms), and maybe finished samples."""
         self._chunks[index] += 1
         if finished or self._chunks[index] >= CHUNKS:
             self.note(index, now)
 
     def note(self, index: int, now: float) -> None:
-        """Look at an instance when it is asked for: it has changed."""
+        """Look at an instance when it is asked for: it has got or lost samples."""
         self._noted[index] = now
         self._chunks[index] = 0
 

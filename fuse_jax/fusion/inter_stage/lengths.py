@@ -128,6 +128,10 @@ class PromptLengths:
         known = [self._seen.get(prompt, (0, 0)) for prompt in prompts]
         return tuple((tokens + mean) / (count + 1) for count, tokens in known)
 
+    def trusted(self, prompts: Sequence[Hashable]) -> tuple[float, ...]:
+        """`predict`, once it has been seen how far that is to be trusted: () before."""
+        return self.predict(prompts) if self.ratios else ()
+
     def observe(
         self, prompts: Sequence[Hashable], lengths: Sequence[int], window: int = 2048
     ) -> None:

@@ -284,17 +284,14 @@ def _move(
 # ------------------------------------------------------------------ scoring
 
 
-def may_score(plan: Plan, own_unfinished: int, unfinished: int, backlog: int) -> bool:
-    """Whether an instance may score as its only work: it has nothing (left) to generate.
+def may_score(plan: Plan, unfinished: int, backlog: int) -> bool:
+    """Whether instances that have nothing (left) to generate may score. Others only stream.
 
     Args:
-      own_unfinished: its samples not finished, those moved to it included.
       unfinished: samples not finished, over all instances and the backlog.
       backlog: prompts that no instance has taken yet.
     """
-    if plan.handoff:
-        return own_unfinished == 0 and backlog == 0
-    return unfinished == 0
+    return backlog == 0 if plan.handoff else unfinished == 0
 
 
 class Batch(NamedTuple):
@@ -352,8 +349,8 @@ def expected_end(
 ) -> float:
     """When an instance is expected to have finished its own samples, in ms.
 
-    `now` is when its device is free to go on decoding. Its live ones end with the longest; the
-    waiting ones take their share of slots before that.
+    `ages` are as of `now`. Its live ones end with the longest; the waiting ones take their share of
+    slots before that.
     """
     samples, waiting = ages.live + ages.waiting, len(ages.waiting)
     if not samples:

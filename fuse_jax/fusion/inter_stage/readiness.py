@@ -24,6 +24,7 @@ class Readiness:
         }
         # How many are in each, kept beside them because it is asked before every batch.
         self._counts = {column: [0] * buckets for column in columns}
+        # Side by side, for `finish`: while it works, a device may wait for its next chunk.
         self._tables = [(c, self._states[c], self._due[c], self._counts[c]) for c in columns]
 
     @property

@@ -156,6 +156,8 @@ class Controller:
                 self._read_chunk(lane)
             elif kind == "score":
                 self._read_score(lane)
+            elif kind == "weights":
+                lane.weights_here = True
         self._poll_rewards()
 
     def _ask_all(self) -> None:
@@ -193,12 +195,13 @@ class Controller:
 
     def _check_going_on(self) -> None:
         """A controller that waits for nothing would wait for ever."""
-        waits = len(self.rewards) < len(self.samples) and not self.unasked and not self.unfinished
-        if waits and self.job.text_rewards:
+        asked = len(self.rewards) < len(self.samples) and not self.unasked
+        if self.job.text_rewards and asked and not self.unfinished and self.table.done:
             return
+        due = sum(map(sum, self.table.due.values()))
         raise RuntimeError(
             f"nothing is in flight, but {self.unfinished} samples are unfinished and "
-            f"{self.table.due} columns are due: the plan {self.plan} cannot go on"
+            f"{due} columns are due: the plan {self.plan} cannot go on"
         )
 
     # ------------------------------------------------------------------ generation
@@ -241,16 +244,20 @@ class Controller:
 
     def _launch(self, lane: Lane) -> None:
         """Keep an instance that generates supplied with prompts and chunks."""
-        if lane.alive and self.backlog and not lane.leaving and lane.wants_more():
+        if not lane.alive:
+            return
+        if self.backlog and not lane.leaving and lane.wants_more():
             rows = policy.pull(lane.free_slots, len(self.backlog), self.geometry)
             taken = [self.backlog.popleft() for _ in range(rows)]
-            if not self._done(lane, lane.submit, taken):
-                self.backlog.extendleft(reversed(taken))
+            if self._done(lane, lane.submit, taken):
+                self._note(lane)
+            else:
+                self.backlog.extendleft(reversed(self._unheld(taken)))
         while lane.alive and lane.may_launch(len(self.backlog)):
             self._stream(lane)
             if not lane.alive or not self._attempt(lane, lane.launch):
                 break
-        if lane.unfinished:
+        if lane.unfinished or not lane.alive:
             self._idle.discard(lane.index)
             return
         self._idle.add(lane.index)
@@ -304,8 +311,12 @@ class Controller:
             return
         rows, samples = taken
         if not self._done(target, migration.give, target, move, rows, samples):
-            self._restart(samples)
-        elif move.way is not None:
+            held = self._unheld([one.request for one in samples])
+            self._restart([Progress(request) for request in held])
+            return
+        self._note(source)
+        self._note(target)
+        if move.way is not None:
             self.counts.migrated += len(samples)
 
     def _views(self) -> list[policy.InstanceView]:
@@ -317,8 +328,8 @@ class Controller:
         """Batches to those of `lanes` that may score, the least supplied first."""
         if not self._idle or not self.table.any_due:
             return
-        if not policy.may_score(self.plan, 0, self.unfinished, len(self.backlog)):
-            return  # not even one with nothing to generate, and the others never
+        if not policy.may_score(self.plan, self.unfinished, len(self.backlog)):
+            return
         free = [
             lane
             for lane in lanes
@@ -342,7 +353,7 @@ class Controller:
         """A full batch before the next chunk, if others will be later than this instance anyway."""
         if not self.plan.stream or not self.table.any_due:
             return
-        if lane.batches or not lane.has_weights:
+        if lane.batches or not lane.weights_here:  # the next chunk would wait for them too
             return
         late = self.lateness.of_all(lambda index: self.lanes[index].ages())
         if not policy.may_stream(late, lane.index):
@@ -350,6 +361,11 @@ class Controller:
         picked = self._next_batch(part_filled=False)
         if picked is not None:
             self._score(lane, *picked)
+
+    def _note(self, lane: Lane) -> None:
+        """An instance has got or lost samples, which streaming wants to know."""
+        if self.plan.stream:
+            self.lateness.note(lane.index, self.timeline.now())
 
     def _score(self, lane: Lane, column: str, bucket: int) -> None:
         rows = self.geometry.buckets[bucket].rows
@@ -408,7 +424,8 @@ class Controller:
             raise RuntimeError(
                 f"all {len(self.lanes)} instances failed, with {self.unfinished} samples unfinished"
             ) from self._cause
-        self.lateness.note(lane.index, self.timeline.now())
+        self._idle.discard(lane.index)
+        self._note(lane)
         self._restart(unfinished)
 
     def _restart(self, lost: Sequence[Progress]) -> None:
@@ -428,5 +445,12 @@ class Controller:
     def _submit(self, lane: Lane, requests: list[Request]) -> None:
         """Queue requests on `lane`; if it fails, on another."""
         self._idle.discard(lane.index)
+        self._note(lane)
         if not lane.alive or not self._done(lane, lane.submit, requests):
-            self._restart([Progress(request) for request in requests])
+            self._restart([Progress(request) for request in self._unheld(requests)])
+
+    def _unheld(self, requests: Sequence[Request]) -> list[Request]:
+        """Those that no instance has: of a step that failed part-way, the others got some."""
+        views = [lane.view() for lane in self._alive()]
+        held = {one.sample_id for view in views for one in (*view.live, *view.waiting)}
+        return [request for request in requests if request.sample_id not in held]

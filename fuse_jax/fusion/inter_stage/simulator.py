@@ -130,12 +130,12 @@ class _World:
             self._depart(now, index)
         if not instance.leaving:
             self._launch(now, index)
-        own, backlog = instance.unfinished, len(self.backlog)
         if instance.weights_at is None:
             instance.weights_at = now + self.costs.weights_ms
             if self.costs.weights_ms:
                 self._span(index, "weights", (now, instance.weights_at), 0)
-        if policy.may_score(self.plan, own, self.unfinished, backlog):
+        open_ = policy.may_score(self.plan, self.unfinished, len(self.backlog))
+        if open_ and not instance.unfinished:
             self.scorers.add(index)
         else:
             self.scorers.discard(index)
@@ -147,6 +147,7 @@ class _World:
         if free and not instance.queued:
             for _ in range(policy.pull(free, len(self.backlog), self.geometry)):
                 instance.waiting.append(self.backlog.popleft())
+                self.lateness.note(index, now)
         while instance.unfinished:
             waits = instance.queued or self.backlog
             if instance.chunks >= (1 if waits else policy.CHUNKS_IN_FLIGHT):
@@ -212,7 +213,7 @@ class _World:
                 self.due[column][self.bucket[sample]].append(sample)
                 self.any_due += 1
         self.unfinished -= len(finished)
-        self.lateness.read(index, max(now, instance.free_at), bool(finished))
+        self.lateness.read(index, now, bool(finished))
         self._step(now, index)
         if finished and not self.unfinished:
             for other in range(len(self.instances)):
@@ -277,6 +278,8 @@ class _World:
                 self.had[sample] = held.get(sample, 0)
                 target.waiting.appendleft(sample)
         self.out.moves += moves
+        for changed in (index, *self.out.kept):
+            self.lateness.note(changed, now)
         for kept in self.out.kept:
             self._step(now, kept)
 

@@ -114,7 +114,7 @@ def test_a_plan_is_made_anew_once_lengths_are_predicted(tmp_path, monkeypatch):
     fused = FusedRollout(run, COLUMNS)
     prompts, responses = [b"one", b"two"] * 8, [4, 20] * 8
     for _ in range(4):
-        predicted = fused.prompts.predict(prompts)
+        predicted = fused.prompts.trusted(prompts)
         fused._plan(None, [3] * 16, predicted)
         fused.prompts.observe(prompts, responses)
     # Predictions are trusted from the third on: in the second it is seen how far.

@@ -181,11 +181,10 @@ def test_every_live_sample_finds_a_slot(counts, keep):
 
 def test_who_may_score():
     handed = Plan("fixed")
-    assert policy.may_score(handed, 0, 5, 0)
-    assert not policy.may_score(handed, 1, 5, 0)
-    assert not policy.may_score(handed, 0, 5, 1)
-    assert not policy.may_score(policy.SERIAL, 0, 5, 0)
-    assert policy.may_score(policy.SERIAL, 0, 0, 0)
+    assert policy.may_score(handed, 5, 0)
+    assert not policy.may_score(handed, 5, 1)
+    assert not policy.may_score(policy.SERIAL, 5, 0)
+    assert policy.may_score(policy.SERIAL, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from fuse_jax.benchmarks import paced
-from fuse_jax.fusion.inter_stage import policy, runtime
+from fuse_jax.fusion.inter_stage import migration, policy, runtime
 from fuse_jax.fusion.inter_stage.instances import Instance
 from fuse_jax.fusion.inter_stage.policy import SERIAL, Plan
+from fuse_jax.rollout.batcher import Batcher, Progress
 from fuse_jax.rollout.engine import Engine
 from fuse_jax.scoring.reward_function import RewardFunction
 from fuse_jax.scoring.sample_rewards import TextRewards
@@ -235,7 +236,7 @@ def test_a_finished_sample_is_scored_within_a_chunk(one_long):
 
 
 def test_a_barrier_instead_of_the_hand_off_is_noticed(one_long, monkeypatch):
-    monkeypatch.setattr(policy, "may_score", lambda plan, own, unfinished, backlog: not unfinished)
+    monkeypatch.setattr(policy, "may_score", lambda plan, unfinished, backlog: not unfinished)
     assert max(itertools.chain(*waits(one_long()).values())) > CHUNK_MS
 
 
@@ -262,7 +263,26 @@ def test_what_an_idle_instance_is_given_it_starts_at_once(world):
     controller.kept, source.leaving = (kept.index,), True
     controller._changed = {source.index: source}
     controller._decide()
-    assert kept.in_flight and not source.generates
+    assert kept.in_flight and source._batcher is None
+
+
+def test_streaming_waits_for_the_weights(world, monkeypatch):
+    """Else the chunk behind the batch waits for them too."""
+    controller = runtime.Controller(world.instances, world.job(world.requests(4), STREAM))
+    lane, scored = controller.lanes[0], []
+    monkeypatch.setattr(policy, "may_stream", lambda late, instance: True)
+    monkeypatch.setattr(controller, "_score", lambda *args: scored.append(args))
+    for position in range(4):
+        controller.table.finish(position, 0)
+    lane.bring_weights()
+    controller._stream(lane)
+    assert lane.has_weights and not scored
+    while not lane.weights_here:
+        controller.timeline.pause(20.0)
+        controller._read()
+    controller._stream(lane)
+    assert scored == [(lane, *controller._next_batch(part_filled=True))]
+    controller.timeline.close()
 
 
 def test_serial_scores_nothing_before_the_last_sample(world):
@@ -272,9 +292,8 @@ def test_serial_scores_nothing_before_the_last_sample(world):
     assert scores and min(record.order for record in scores) > last
 
 
-@pytest.mark.parametrize("plan", [HANDOFF, MOVED], ids=lambda plan: plan.policy)
-def test_an_instance_scores_once_it_has_nothing_to_generate(world, plan):
-    outcome = runtime.run(world.instances, world.job(world.requests(24), plan))
+def test_an_instance_scores_once_it_has_nothing_to_generate(world):
+    outcome = runtime.run(world.instances, world.job(world.requests(24), HANDOFF))
     last, first = {}, {}
     for finish in outcome.timeline.finishes:
         last[finish.instance] = finish.order
@@ -332,6 +351,38 @@ def test_a_reward_that_hangs_is_given_up(world, tmp_path):
 
 
 # ------------------------------------------------------------------ failure
+
+
+@pytest.mark.parametrize("step", ["submit", "give", "sample"])
+def test_a_step_that_fails_part_way_loses_no_sample_and_has_none_twice(
+    world, same, monkeypatch, step
+):
+    """Once, after it has done its work (`sample`: instead, amid the others' of a chunk).
+
+    What was done stands: those samples are the instance's, to be taken from it when it is given up.
+    """
+    owner = {"submit": Batcher, "give": migration, "sample": Progress}[step]
+    at = 1 if step == "give" else 2
+    real, calls = getattr(owner, step), []
+
+    def breaks(*args):
+        calls.append(step)
+        breaks_now = len(calls) == at
+        done = None if breaks_now and step == "sample" else real(*args)
+        if breaks_now:
+            raise RuntimeError("broken")
+        return done
+
+    requests = world.requests(24, 1) if step == "sample" else tails(world)
+    expected = world.expected(requests)
+    monkeypatch.setattr(owner, step, breaks)
+    plan = Plan("fixed", threshold=4, keep=1, way="kv")
+    for _ in range(8):  # until something moves
+        outcome = runtime.run(world.instances, world.job(requests, plan))
+        same(outcome.samples, outcome.scored, expected)
+        if len(calls) >= at:
+            break
+    assert outcome.counts.failed == 1
 
 
 @pytest.mark.parametrize("plan", [HANDOFF, MOVED], ids=lambda plan: plan.policy)
