@@ -100,6 +100,7 @@ def prepare_children(copy: Path) -> None:
     # What tests/conftest.py sets has to be there before jax is imported, and that happens here.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["PJRT_NPROC"] = "24"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(copy / ".jax_cache")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

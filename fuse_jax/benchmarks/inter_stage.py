@@ -72,7 +72,7 @@ from fuse_jax.fusion.inter_stage.workload import Workload
 from fuse_jax.models import transformer
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.placement.host import to_host
-from fuse_jax.placement.mesh import make_mesh
+from fuse_jax.placement.mesh import make_mesh, use_cpu_devices
 from fuse_jax.rollout.batcher import Request
 from fuse_jax.scoring.columns import Column, Model, Role
 
@@ -335,13 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run on virtual CPU devices, one an instance."""
     args = parser().parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
-    try:
-        # XLA has a thread a device. Sleeping devices hold theirs, and without others the host's
-        # copies would wait for them.
-        jax.config.update("jax_num_cpu_devices", 3 * args.instances)
-    except RuntimeError:  # devices are there already; there may be enough
-        if len(jax.devices()) < args.instances:
-            raise
+    use_cpu_devices(args.instances)
     with controller_apart():
         benchmark(args)
     return 0

@@ -79,9 +79,7 @@ def main(argv: Sequence[str]) -> None:
     help_ = "times as long: on a busy machine its own work then matters less"
     flags.add_argument("--slower", type=float, default=1.0, help=help_)
     args = flags.parse_args(argv)
-    # Twice as many as are used: XLA's CPU client has a thread a device, and a copy that waits for
-    # its source holds one of them, so that dispatched tasks would find none free.
-    use_cpu_devices(2 * args.devices)
+    use_cpu_devices(args.devices)
     with controller_apart():
         for transport in args.transports.split(","):
             for count in map(int, args.micro_batches.split(",")):

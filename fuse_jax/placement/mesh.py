@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,12 @@ from fuse_jax.config import MeshConfig
 Device = Any  # jax.Device, which type checkers take for a variable
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")  # a batch's rows are cut over both
+CPU_DEVICES_FLAG = "xla_force_host_platform_device_count"
+# XLA's CPU client has a thread a device if nobody says otherwise. Three kinds of work hold one
+# while they wait: a program at its collective, a program for its turn to be enqueued (32 may be
+# under way on a device), a copy for its source. With one thread a device the first kind can wait
+# forever for a participant that the others leave no thread, and XLA ends the process.
+THREADS_PER_CPU_DEVICE = 3
 
 
 def mesh_sizes(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
@@ -65,18 +72,23 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:used])
 
 
-def use_cpu_devices(count: int) -> None:
-    """Split the host CPU into `count` devices, where JAX has not started with others already.
+def use_cpu_devices(count: int = 0) -> None:
+    """Split the host CPU into `count` devices (0: as XLA_FLAGS say, or one), with enough threads.
 
-    To be called before JAX is used: it reads the number once. Raises ValueError if it is too late.
+    To be called before JAX is used: it reads both once. Where JAX has started with other devices,
+    ValueError if they are too few.
     """
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    forced = re.search(CPU_DEVICES_FLAG + r"=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    devices = int(forced[1]) if forced else count
+    if devices > 1:
+        os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * devices))
+    if count and not forced:
         with contextlib.suppress(RuntimeError):  # JAX has started: it may have enough
             jax.config.update("jax_num_cpu_devices", count)
     if jax.default_backend() == "cpu" and jax.device_count() < count:
         raise ValueError(
             f"mesh.cpu_devices={count}: JAX runs with {jax.device_count()} CPU devices already; "
-            f"set XLA_FLAGS=--xla_force_host_platform_device_count={count} before it starts"
+            f"set XLA_FLAGS=--{CPU_DEVICES_FLAG}={count} before it starts"
         )
 
 

@@ -23,10 +23,9 @@ from fuse_jax.training.pipeline_check import check_pipeline
 
 
 def count_devices(config: Config) -> int:
-    """Devices of this process, `mesh.cpu_devices` of them if that is set. Starts JAX."""
+    """Devices of this process, `mesh.cpu_devices` of them where that is set. Starts JAX."""
     try:
-        if config.mesh.cpu_devices:
-            use_cpu_devices(config.mesh.cpu_devices)
+        use_cpu_devices(config.mesh.cpu_devices)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return jax.device_count()
