@@ -170,7 +170,7 @@ def choose(
     threshold: int = 0,
     keep: int = 0,
     way: WayChoice = "auto",
-    draws: int = 4,
+    draws: int = 8,
     seed: int = 0,
 ) -> Plan:
     """The plan for an iteration of `prompts` (their lengths), predicted where lengths are known.
@@ -181,6 +181,7 @@ def choose(
         which needs no forecast.
       cap: the most tokens of a response.
       predicted, ratios: see `draw_workloads`. With both, packing is tried too.
+      draws: workloads to simulate; of large iterations fewer.
       threshold, keep: R_t and m of `fixed`, whose R_t is lowered to what m instances take before
         decoding saturates (`policy.admission`; the plan's `why` says so); `threshold` also fixes
         R_t of `knee` (0: choose it).
@@ -238,7 +239,8 @@ def choose_with(
     for other in others:
         if _faster(other, best):
             best = other
-    return replace(best, policy=policy, why=_reason(best, samples))
+    why = SERIAL.why if policy == "serial" else _reason(best, samples)
+    return replace(best, policy=policy, why=why)
 
 
 def _faster(one: Plan, other: Plan) -> bool:

@@ -158,6 +158,7 @@ def test_auto_stays_serial_where_nothing_overlaps():
     plan = choose("auto", one, COSTS, PROMPTS[:8], HISTORY, CAP)
     assert not plan.handoff and plan.predicted_ms == plan.serial_ms
     assert plan.why.startswith("serial: nothing was predicted faster")
+    assert choose("serial", one, COSTS, PROMPTS[:8], HISTORY, CAP).why == "asked for"
 
 
 def test_plans_are_the_same_again_and_differ_by_seed():
