@@ -347,14 +347,17 @@ class Batcher:
         engine, count = self.engine, self.engine.rollout.prefill_rows
         bucket = self._bucket_of(self.queue[0])
         chosen, passed = [], []
-        while self.queue and len(chosen) < count:
-            progress = self.queue.popleft()
+        for progress in self.queue:
             (chosen if self._bucket_of(progress) == bucket else passed).append(progress)
-        self.queue.extendleft(reversed(passed))
+            if len(chosen) == count:
+                break
         generated = np.zeros(count, np.int32)
         generated[: len(chosen)] = [progress.generated for progress in chosen]
         arrays = prefill_arrays([progress.as_prompt() for progress in chosen], count, bucket)
         rows, draw = engine.prefill(self.params, *arrays, self.seed_key, generated=generated)
+        for _ in range(len(chosen) + len(passed)):  # only now: what fails before loses none of them
+            self.queue.popleft()
+        self.queue.extendleft(reversed(passed))
         self._start(draw)
         self._watch("resume" if generated.any() else "prefill", draw.tokens, len(chosen))
         self.stats.prefills += 1

@@ -1,4 +1,4 @@
-"""From measured times to `Costs`: medians, so that a stray slow dispatch does not count."""
+"""From measured times to `Costs`: the median of what was measured of the same thing."""
 
 from __future__ import annotations
 
@@ -93,9 +93,12 @@ def _filled(name: str, times: Mapping[int, Sequence[float]]) -> list[tuple[int, 
 
 
 def _spread(values: Sequence[int], points: int) -> list[int]:
-    """Up to `points` distinct values from the smallest to the largest, evenly spaced."""
-    low, high = min(values), max(values)
-    if points == 1 or low == high:
+    """The distinct values where they are few, else `points` evenly spaced from low to high."""
+    distinct = sorted(set(values))
+    if len(distinct) <= points:
+        return distinct
+    low, high = distinct[0], distinct[-1]
+    if points == 1:
         return [high]
     return sorted({round(low + (high - low) * k / (points - 1)) for k in range(points)})
 

@@ -21,6 +21,18 @@ class Fragile(Engine):
         trip(self, "generate")
         return super().generate(params, state, seed_key)
 
+    def prefill(self, *args, **more):
+        trip(self, "prefill")
+        return super().prefill(*args, **more)
+
+    def init_decode_state(self):
+        trip(self, "init_decode_state")
+        return super().init_decode_state()
+
+    def insert(self, state, rows, slots):
+        trip(self, "insert")
+        return super().insert(state, rows, slots)
+
     def place_params(self, params):
         trip(self, "place_params")
         return super().place_params(params)
@@ -137,3 +149,17 @@ def test_the_cache_goes_when_nothing_waits(world):
     controller = runtime.Controller(world.instances, world.job(world.requests(24, 1), HANDOFF))
     controller.run()
     assert all(lane._batcher is None for lane in controller.lanes)
+
+
+@pytest.mark.parametrize("prompts", [1, 16])
+@pytest.mark.parametrize(
+    "call", ["place_params", "init_decode_state", "prefill", "insert", "generate"]
+)
+@pytest.mark.parametrize("well", [0, 1])
+def test_whichever_call_fails_no_prompt_is_lost(world, same, call, prompts, well):
+    """The first or the second time that an instance is asked for anything of the engine."""
+    requests = world.requests(prompts)
+    undisturbed = runtime.run(world.instances, world.job(requests, HANDOFF))
+    broken = fragile(world, 0, **{call: [fine] * well})
+    mine = runtime.run([broken, *world.instances[1:]], world.job(requests, HANDOFF))
+    same(mine.samples, mine.scored, (undisturbed.samples, undisturbed.scored))

@@ -185,6 +185,19 @@ def test_fitting_finds_the_table_behind_the_times():
     assert found.step_ms == true.step_ms
 
 
+def test_few_points_are_kept_as_they_were_measured():
+    """Three live counts and contexts are what a run measures; not evenly spaced, as here."""
+    times = [
+        DecodeTime(live, context, 4, 4.0 * live * context)
+        for live in (1, 2, 8)
+        for context in (100, 133, 1100)
+    ]
+    found = fit_decode(times)
+    assert (found.live, found.context) == ((1, 2, 8), (100, 133, 1100))
+    for time in times:
+        assert found(time.live, time.context) == pytest.approx(time.ms / time.steps)
+
+
 def test_fitting_never_says_that_more_is_faster():
     found = fit_decode([DecodeTime(1, 10, 1, 5.0), DecodeTime(4, 10, 1, 3.0)])
     assert found(4, 10) >= found(1, 10) >= 3.0
