@@ -192,7 +192,9 @@ class IntraStageConfig:
     critic_stages: int = 0
     search_evaluations: int = 50_000  # schedules tried in a search
     drift: float = 0.25  # task times this share off those searched with: search again; 0 = never
-    timeout: float = 120.0  # seconds a device waits for another before the step ends in an error
+    # Seconds in which no device begins a task (pair and ring where nothing notes tasks: beyond 3
+    # times the predicted step) before the step ends in an error, or with pair and ring the process.
+    timeout: float = 120.0
 
 
 @dataclass(frozen=True)

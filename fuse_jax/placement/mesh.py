@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -80,11 +79,20 @@ def use_cpu_devices(count: int = 0) -> None:
     """
     forced = re.search(CPU_DEVICES_FLAG + r"=(\d+)", os.environ.get("XLA_FLAGS", ""))
     devices = int(forced[1]) if forced else count
+    set_before = "PJRT_NPROC" in os.environ
     if devices > 1:
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * devices))
     if count and not forced:
-        with contextlib.suppress(RuntimeError):  # JAX has started: it may have enough
+        try:
             jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:  # JAX has started: it may have enough devices
+            if count > 1 and not set_before:
+                logging.warning(
+                    "JAX runs already: set PJRT_NPROC=%s before it starts, or programs on %d CPU "
+                    "devices may wait for each other's threads forever",
+                    os.environ["PJRT_NPROC"],
+                    count,
+                )
     if jax.default_backend() == "cpu" and jax.device_count() < count:
         raise ValueError(
             f"mesh.cpu_devices={count}: JAX runs with {jax.device_count()} CPU devices already; "

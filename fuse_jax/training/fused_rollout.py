@@ -1,7 +1,7 @@
 """Generation and scoring of an iteration by the inter-stage controller.
 
-The same samples and scores as the serial path of the same instances, sooner. What it learns about
-lengths and costs on the way is not saved with checkpoints: it decides when and where things run.
+The same samples and scores as the serial path of the same instances, sooner. The lengths
+it learns and the costs it measures first are not saved: they decide when and where things run.
 With `migration=kv` that never shows in what they give. Where samples may be read again (`prefill`,
 `auto`) it does: wall times decide which samples are, and their log-probs then differ within 1e-5
 (rarely a token, where a draw was that close) between repeats of a run and after resume.

@@ -57,10 +57,15 @@ def _check_plan(config: Config, slots: int) -> None:
         return
     if not threshold and keep:
         raise ConfigError(f"{KEY}.keep={keep}: without a threshold nothing moves: give one")
+    if threshold and settings.instances == 1:
+        raise ConfigError(
+            f"{KEY}.threshold={threshold}: one instance has nowhere to move samples to: use 0, or "
+            f"more than {KEY}.instances=1"
+        )
     if threshold and not 1 <= keep < settings.instances:
         raise ConfigError(
             f"{KEY}.keep={keep}: must be from 1 to {settings.instances - 1}, below "
-            f"{KEY}.instances={settings.instances} (one instance has nowhere to move samples to)"
+            f"{KEY}.instances={settings.instances}"
         )
     if threshold > keep * slots:
         raise ConfigError(

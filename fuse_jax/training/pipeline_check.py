@@ -14,6 +14,7 @@ from fuse_jax.fusion.intra_stage.tensor import shard_architecture
 from fuse_jax.models.architecture import Architecture
 from fuse_jax.training.pipeline_plan import Transport
 
+MAX_TIMEOUT = 1e6  # s; the clocks that wait know no infinity
 LOWEST = {"search_evaluations": 1, "drift": 0.0}
 KEY = "fusion.intra_stage"
 
@@ -33,10 +34,17 @@ def check_pipeline(config: Config, tensor: int = 1) -> None:
         value = getattr(settings, name)
         if not value >= least:
             raise ConfigError(f"{KEY}.{name}={value!r}: must be at least {least:g}")
-    if not settings.timeout > 0:
-        raise ConfigError(f"{KEY}.timeout={settings.timeout!r}: must be above 0")
+    if not 0 < settings.timeout <= MAX_TIMEOUT:
+        raise ConfigError(
+            f"{KEY}.timeout={settings.timeout!r}: must be above 0 and at most {MAX_TIMEOUT:g} s"
+        )
     if pipe == 1:
         return
+    if jax.process_count() > 1:  # each would measure tasks and search a schedule of its own
+        raise ConfigError(
+            f"mesh.pipe={pipe}: pipelines run inside one process, and there are "
+            f"{jax.process_count()}: use 1"
+        )
     for name, stages in model_stages_of(settings, pipe).items():
         if stages < 1 or pipe % stages:
             raise ConfigError(
@@ -74,11 +82,10 @@ def transports(pipe: int, tensor: int = 1) -> dict[Transport, str]:
     """Each transport, and why it cannot be used here (empty where it can)."""
     # The mailbox can call back a device that waits in it, not one that waits in a stage's own sum.
     sums = "with mesh.tensor > 1 a failed device would leave others in a collective"
-    one_process = "" if jax.process_count() == 1 else "it works inside one process"
     odd = f"mesh.pipe={pipe} is odd, and it deals devices into pairs" if pipe % 2 else ""
     return {
         "mailbox": (sums if tensor > 1 else "") or mailbox.unavailable_because(),
-        "dispatch": one_process,
+        "dispatch": "",
         "pair": odd,
         "ring": "",
     }

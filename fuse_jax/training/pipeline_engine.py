@@ -43,6 +43,7 @@ from fuse_jax.training.state import CompiledStep, TrainState
 
 SPARE_SLOTS = 2  # beyond what the usual mini-batch's schedules need
 XLA_CPU_TIMEOUT = 30.0  # s; it gives a collective up after 40
+STEP_MARGIN = 3.0  # times its prediction, that a step may take before it is said to hang
 
 
 class Compiled:
@@ -60,7 +61,9 @@ class Compiled:
         self.gradients = PipelineGradients(layout, mesh, hp, transport, stages)
         self.program: Any = getattr(transport, "program", None)
         self._transport, self._timeout = transport, settings.timeout
-        if jax.default_backend() == "cpu":  # before XLA itself ends the process, naming no task
+        if self.program is None:  # then it is that of the whole step, however long one takes
+            self._timeout += STEP_MARGIN * choice.plan.predicted / 1e3
+        elif jax.default_backend() == "cpu":  # before XLA ends the process, naming no task
             self._timeout = min(self._timeout, XLA_CPU_TIMEOUT)
         gradients: Any = partial(self.gradients, hp=hp, train=train)
         bound = partial(ppo_step, hp=hp, gradients=gradients)

@@ -20,6 +20,7 @@ from fuse_jax.config_read import ConfigError, read_config
 from fuse_jax.data.packing import pack_demonstrations, pack_preferences
 from fuse_jax.data.records import DataError
 from fuse_jax.fusion.intra_stage.native import NativeError
+from fuse_jax.fusion.output import OutputError
 from fuse_jax.models.transformer import Params
 from fuse_jax.training import models
 from fuse_jax.training.checkpoint import CheckpointError
@@ -38,7 +39,7 @@ from fuse_jax.training.supervised import Stage, run_stage
 
 Report = dict[str, Any]
 # Errors whose message is all that a user needs: what is wrong, and the fix.
-REFUSALS = (ConfigError, DataError, CheckpointError, GivenUp, NativeError)
+REFUSALS = (ConfigError, DataError, CheckpointError, GivenUp, NativeError, OutputError)
 
 
 def train(

@@ -132,6 +132,8 @@ def config(mesh=(4, 1, 1, 4), layers=4, **settings):
         (config(actor_stages=3), ("fusion.intra_stage.actor_stages=3", "mesh.pipe=4")),
         (config(critic_stages=-1), ("fusion.intra_stage.critic_stages=-1",)),
         (config(timeout=0.0), ("fusion.intra_stage.timeout=0.0", "above 0")),
+        (config(timeout=float("inf")), ("fusion.intra_stage.timeout=inf", "at most 1e+06")),
+        (config(timeout=float("nan")), ("fusion.intra_stage.timeout=nan", "above 0")),
         (config(drift=-1.0), ("fusion.intra_stage.drift=-1.0", "at least 0")),
         (config(search_evaluations=0), ("fusion.intra_stage.search_evaluations=0",)),
     ],
@@ -140,6 +142,14 @@ def test_what_cannot_run_is_refused_with_key_value_and_fix(made, words):
     with pytest.raises(ConfigError) as caught:
         check_mesh(made, 4)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    """Each would measure its own times, and search another schedule than the others."""
+    monkeypatch.setattr(pipeline_check.jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"mesh.pipe=4.*one process.*2: use 1"):
+        pipeline_check.check_pipeline(config())
+    pipeline_check.check_pipeline(config(mesh=(4, 1, 1, 1)))
 
 
 def test_pipelines_that_fit_are_not_refused():

@@ -100,11 +100,6 @@ class Lane:
         self.timeline.dispatched(self.index, "move" if resumed else kind, array, rows, name)
 
     @property
-    def waiting(self) -> int:
-        """Its prompts without a slot."""
-        return 0 if self._batcher is None else self._batcher.waiting
-
-    @property
     def unfinished(self) -> int:
         """Its samples not finished, as far as chunks have been read."""
         return 0 if self._batcher is None else self._batcher.unfinished

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+from absl import logging
 
 from fuse_jax.fusion.inter_stage.spans import Span
 from fuse_jax.fusion.inter_stage.watchers import Ended, Watchers
 from fuse_jax.fusion.trace import Trace
+
+SILENT = 60.0  # seconds without any end after which a warning says who is waited for
 
 
 class Record(NamedTuple):
@@ -66,6 +69,7 @@ class Timeline:
         self._watchers = Watchers()
         self._seen: list[Ended] = []  # by `pause`, until `settle` notes it
         self._ended: list[tuple[_Work, float]] = []  # and when
+        self._silent, self._patience = 0.0, SILENT
 
     def now(self) -> float:
         """ms since the start."""
@@ -91,10 +95,26 @@ class Timeline:
         self.finishes.append(Finish(sample_id, instance, self.now(), self._next()))
 
     def pause(self, seconds: float) -> None:
-        """Until something ends, but no longer than `seconds`."""
+        """Until something ends, but no longer than `seconds`.
+
+        Warns where devices have work and none has ended any for `SILENT` seconds, then for twice as
+        long, and so on: a device that hangs cannot be told from one that is slow.
+        """
         ended = self._watchers.wait(seconds)
         if ended is not None:
             self._seen.append(ended)
+            self._silent, self._patience = 0.0, SILENT
+        elif self.open:
+            self._silent += seconds
+            if self._silent >= self._patience:
+                self._patience *= 2
+                busy = [index for index, count in enumerate(self._open) if count]
+                logging.warning(
+                    "no instance has ended anything for %.0f s; waited for: %s (a device that "
+                    "hangs holds the run up: end it, and go on with --resume)",
+                    self._silent,
+                    ", ".join(f"instance {index}" for index in busy),
+                )
 
     def settle(self) -> list[tuple[int, str]]:
         """Note the end of everything that has ended; the instance and kind of each. Never waits."""

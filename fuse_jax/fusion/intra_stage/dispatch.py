@@ -9,9 +9,9 @@ shares stage functions, schedules and the final reduction.
 A device runs one task at a time, in the order of the schedule: each task takes the token that the
 one before it on the device has given.
 
-On CPU a copy between devices holds one of the client's threads while it waits for its source, and
-there are as many threads as devices: tasks of ready devices may wait for one (measured: 25 % of a
-step). With more virtual devices than the pipeline uses there are threads enough.
+On CPU a copy between devices holds one of the client's threads while it waits for its source: with
+one thread a device, tasks of ready devices wait for one (measured: 25 % of a step). So
+`placement.mesh.use_cpu_devices` asks for three.
 
 Axes: P pipe devices, each of which is a group of data x tensor devices; M micro-batches.
 """

@@ -54,8 +54,9 @@ def pipeline_mesh(pipe: int, data: int = 1, tensor: int = 1, devices: Any = None
         raise ValueError(
             f"a {pipe}x{data}x{tensor} pipeline needs more than {len(devices)} devices"
         )
-    used = devices[: pipe * data * tensor]
-    return jax.make_mesh((pipe, data, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=used)
+    used = np.array(devices[: pipe * data * tensor]).reshape(pipe, data, tensor)
+    # Not jax.make_mesh, which may order devices anew: the run's mesh has them in this order too.
+    return Mesh(used, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def make_pipeline(

@@ -16,8 +16,6 @@ import numpy as np
 from fuse_jax.fusion.intra_stage.problem import MODELS, Problem
 from fuse_jax.fusion.intra_stage.schedule import ScheduleError
 
-IDLE = 0  # the branch of a step in which a device has no task
-
 
 class Branch(NamedTuple):
     """A kind of task that a program holds code for. A bucket is one shape of micro-batches."""

@@ -39,8 +39,14 @@ REFUSALS = (OutputError, PlanSettingError, ProblemError, ScheduleError, Transpor
 
 
 def default_directory() -> Path:
-    """$FUSE_JAX_PLANS, else ~/.cache/fuse_jax/plans."""
-    return Path(os.environ.get("FUSE_JAX_PLANS", Path.home() / ".cache" / "fuse_jax" / "plans"))
+    """$FUSE_JAX_PLANS, else ~/.cache/fuse_jax/plans. Raises OutputError without a home."""
+    named = os.environ.get("FUSE_JAX_PLANS")
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "fuse_jax" / "plans"
+    except RuntimeError as error:
+        raise OutputError(f"{error}: set FUSE_JAX_PLANS to a directory for plans") from error
 
 
 def plan_path(problem: Problem, settings: dict[str, Any], directory: Path | None = None) -> Path:
@@ -81,7 +87,7 @@ def find_plan(
         "seed": seed,
     }
     path = plan_path(problem, settings, directory)
-    if path.exists():
+    if _is_there(path):
         return _read(path, problem), True
     found = search(
         problem, cost_model=cost_model, evaluations=evaluations, time_limit=time_limit, seed=seed
@@ -98,6 +104,14 @@ def find_plan(
                 error.strerror or error,
             )
     return found, False
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a plan is stored; in a directory that cannot be looked into there is none."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _check_whole(name: str, value: int, low: int) -> None:

@@ -225,6 +225,21 @@ def test_work_of_one_instance_ends_in_order(timeline):
     assert not timeline.open
 
 
+def test_who_is_waited_for_long_is_said(timeline, monkeypatch, caplog):
+    (array,) = dispatch(timeline, 1)
+    with monkeypatch.context() as hurry:
+        hurry.setattr(timeline._watchers, "wait", lambda seconds: None)
+        for _ in range(10):
+            timeline.pause(30.0)
+    said = [record.message for record in caplog.records if "ended anything" in record.message]
+    assert len(said) == 3  # after 60, 120 and 240 s
+    assert all("waited for: instance 1 (" in message for message in said)
+    array.ready.set()
+    assert ended(timeline, 1) == [(1, "decode")]
+    timeline.pause(0.01)
+    assert len(caplog.records) == len(said)
+
+
 def test_an_end_is_noted_when_it_is_and_not_when_it_is_seen(timeline):
     (array,) = dispatch(timeline, 0)
     array.ready.set()

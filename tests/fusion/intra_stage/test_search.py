@@ -16,6 +16,7 @@ from fuse_jax.fusion.intra_stage.problem import Pipeline, Problem
 from fuse_jax.fusion.intra_stage.schedule import Schedule, ScheduleError
 from fuse_jax.fusion.intra_stage.search import Meter, search, sequential_order
 from fuse_jax.fusion.intra_stage.search_peak import lower_peak
+from fuse_jax.fusion.output import OutputError
 
 AUTHORS_BOUNDS = (708, 372, 225, 702, 366, 225, 618, 330, 186, 606, 318, 186)
 
@@ -236,3 +237,30 @@ def test_edges_are_searched_like_any_other(name):
     assert lower.memory_bound <= lower.peak_memory <= found.peak_memory
     blocked = search(problem, cost_model="rendezvous", evaluations=3_000)
     assert found.bound <= blocked.makespan == blocked.schedule.check().makespan("rendezvous")
+
+
+def test_without_a_home_plans_ask_for_a_directory(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(plans.Path, "home", homeless)
+    monkeypatch.delenv("FUSE_JAX_PLANS", raising=False)
+    with pytest.raises(OutputError, match="FUSE_JAX_PLANS"):
+        plans.default_directory()
+    monkeypatch.setenv("FUSE_JAX_PLANS", "elsewhere")
+    assert str(plans.default_directory()) == "elsewhere"
+
+
+def test_a_directory_that_cannot_be_looked_into_holds_no_plan(tmp_path, monkeypatch, caplog):
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied")
+
+    def no_directory(*args, **more):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(plans.Path, "exists", forbidden)
+    monkeypatch.setattr(plans.Path, "mkdir", no_directory)
+    problem = llama_problem("33B", "65B", 1)
+    found, stored = plans.find_plan(problem, evaluations=500, directory=tmp_path)
+    assert not stored and found.schedule.check()
+    assert "FUSE_JAX_PLANS" in caplog.text
